@@ -1,0 +1,158 @@
+"""What owners keep on purpose: roots opened by a context reset, and named points."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sgl_rwttt.core.errors import (
+    BranchBusy,
+    ForeignOwner,
+    InvalidStateRequest,
+    StaleVersion,
+    UnknownState,
+    WriteFailed,
+)
+from sgl_rwttt.core.index import StateIndex
+from sgl_rwttt.core.lineage import cleared_root_id
+from sgl_rwttt.core.owners import OwnerState
+from sgl_rwttt.core.versions import TailMemo, Version
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A retained point; holds one reference on each."""
+
+    version: Version
+    memo: TailMemo | None  # None when the point was a boundary
+
+
+class PinTable:
+    """Roots and pins by owner. The default root belongs to everybody and is never closed."""
+
+    def __init__(self, index: StateIndex, root: bytes) -> None:
+        self._index = index
+        self._default = Version(root, 0)
+        index.publish(self._default)
+        index.ref(self._default)
+        self._owners_of: dict[bytes, set[str]] = {}
+        self._pins: dict[str, dict[str, Pin]] = {}
+
+    # roots
+
+    def open_root(self, owner: str, version: Version) -> bytes:
+        """Open the root that a context reset at `version` leaves; returns its id.
+
+        The root reads what `version` reads and is retained until `release_owner`. Opening it
+        again changes nothing. Raises StaleVersion when `version` was evicted.
+        """
+        if version.refs < 1:
+            raise StaleVersion("the version is no longer retained", owner=owner)
+        root = cleared_root_id(version.id)
+        owners = self._owners_of.get(root, set())
+        if owner in owners:
+            return root
+        if root not in self._index.versions:
+            self._index.publish(
+                Version(root, version.number, version, None, version.base, version.pages)
+            )
+        self._index.ref(self._index.versions[root])
+        self._owners_of[root] = owners | {owner}
+        return root
+
+    def root(self, owner: str, root: bytes) -> Version:
+        """The version of an open root. Raises UnknownState, or ForeignOwner for another's."""
+        if root == self._default.id:
+            return self._default
+        if owner not in self.owners_of(root):
+            raise ForeignOwner(f"root {root.hex()} belongs to another owner", owner=owner)
+        return self._index.versions[root]
+
+    def close_root(self, owner: str, root: bytes) -> None:
+        """Give one root of an owner back; branches that run in it go on.
+
+        Raises UnknownState, ForeignOwner, or InvalidStateRequest for the default root.
+        """
+        if self.root(owner, root) is self._default:
+            raise InvalidStateRequest("the default root is never closed", owner=owner)
+        self._let_go_root(owner, root)
+
+    def owners_of(self, root: bytes) -> set[str]:
+        """Owners that hold a root open (none for the default root); raises UnknownState."""
+        if root == self._default.id:
+            return set()
+        if root not in self._owners_of:
+            raise UnknownState(f"no open root {root.hex()}")
+        return self._owners_of[root]
+
+    # pins
+
+    def pin(self, owner: str, name: str, state: OwnerState) -> None:
+        """Retain the present point of a branch under a name, replacing an older pin of it.
+
+        The branch may go on writing: the pin keeps the version and the rows of this moment.
+        Raises ForeignOwner, BranchBusy while a write is open, WriteFailed for a failed branch.
+        """
+        if state.owner != owner:
+            raise ForeignOwner(f"branch {state.branch} belongs to another owner", owner=owner)
+        if state.candidate is not None:
+            raise BranchBusy("cannot pin while a write is open", **state.names)
+        if state.failed:
+            raise WriteFailed("cannot pin a failed branch", **state.names)
+        memo = None
+        if state.tail is not None:
+            memo = self._index.retain(state.version, state.tail, state.clock.rows, state.tail_key)
+            self._index.pin_memo(memo)
+        self._index.ref(state.version)
+        named = self._pins.setdefault(owner, {})
+        old = named.get(name)
+        named[name] = Pin(state.version, memo)
+        if old is not None:
+            self._let_go(old)
+
+    def unpin(self, owner: str, name: str) -> None:
+        """Drop one pin; what it kept becomes an ordinary memo. Raises UnknownState."""
+        named = self._pins.get(owner, {})
+        if name not in named:
+            raise UnknownState(f"owner has no pin {name!r}", owner=owner)
+        self._let_go(named.pop(name))
+        if not named:
+            del self._pins[owner]
+
+    def names(self, owner: str) -> tuple[str, ...]:
+        """Names of an owner's pins, oldest first."""
+        return tuple(self._pins.get(owner, ()))
+
+    def release_owner(self, owner: str) -> int:
+        """Drop every pin and root of an owner; returns how many there were."""
+        pins = self._pins.pop(owner, {})
+        for pin in pins.values():
+            self._let_go(pin)
+        roots = [root for root, owners in self._owners_of.items() if owner in owners]
+        for root in roots:
+            self._let_go_root(owner, root)
+        return len(pins) + len(roots)
+
+    def held(self) -> Iterator[tuple[Version, TailMemo | None]]:
+        """Everything held here, once per reference."""
+        yield self._default, None
+        for root, owners in self._owners_of.items():
+            for _ in owners:
+                yield self._index.versions[root], None
+        for named in self._pins.values():
+            for pin in named.values():
+                yield pin.version, pin.memo
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """(roots without the default one, pins)."""
+        return len(self._owners_of), sum(len(named) for named in self._pins.values())
+
+    def _let_go_root(self, owner: str, root: bytes) -> None:
+        self._owners_of[root].discard(owner)
+        if not self._owners_of[root]:
+            del self._owners_of[root]
+        self._index.unref(self._index.versions[root])
+
+    def _let_go(self, pin: Pin) -> None:
+        if pin.memo is not None:
+            self._index.unpin_memo(pin.memo)
+        self._index.unref(pin.version)
