@@ -1,0 +1,144 @@
+"""Memory of the In-Place rule: pages of (H, V) rows and dense bases, over all state layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sgl_rwttt.backends.in_place_config import InPlaceConfig
+from sgl_rwttt.backends.in_place_plan import page_runs
+
+STATE_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def all_finite(values: Tensor) -> Tensor:
+    """Bool [G]: whether values [L, G, C, width] are finite for each g.
+
+    A sum is finite exactly if its terms are, as long as it cannot overflow: hence float64.
+    """
+    return values.flatten(2).sum(2, dtype=torch.float64).isfinite().all(0)
+
+
+class Readable(Protocol):
+    """What names a version's memory: a version or a state view of the store."""
+
+    @property
+    def base(self) -> int | None:
+        """Slot of the dense base."""
+        ...
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """Pages since the base, oldest first."""
+        ...
+
+
+class PagePools:
+    """The tensors behind page and base slots; slot 0 of either is the dummy and counts.
+
+    H [L, pages * C, d_ff] and V [L, pages * C, d] in ``dtype`` (float32, or bfloat16 for half the
+    memory); D [L, bases, d, d_ff] in float32. V carries the learning rate; in an open page it holds
+    the targets instead. Who may use which slot is not known here.
+    """
+
+    def __init__(
+        self,
+        config: InPlaceConfig,
+        pages: int,
+        bases: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Allocate zeroed pools; ValueError for another dtype or no room for the dummies."""
+        if dtype not in STATE_DTYPES:
+            raise ValueError(f"state dtype {dtype}; allowed: {', '.join(map(str, STATE_DTYPES))}")
+        if pages < 1 or bases < 1:
+            raise ValueError(f"{pages} pages, {bases} bases; each pool needs its dummy slot 0")
+        self.config, self.pages, self.bases = config, pages, bases
+        self.device, self.dtype = torch.device(device), dtype
+        depth, rows = len(config.layers), pages * config.chunk
+        place: dict[str, Any] = {"dtype": dtype, "device": self.device}
+        # Made as ordinary tensors even when the caller builds the model in inference mode.
+        with torch.inference_mode(False):
+            self.H = torch.zeros(depth, rows, config.d_ff, **place)
+            self.V = torch.zeros(depth, rows, config.d_model, **place)
+            self.D = torch.zeros(
+                depth, bases, config.d_model, config.d_ff, dtype=torch.float32, device=self.device
+            )
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, all layers."""
+        c = self.config
+        return len(c.layers) * c.chunk * (c.d_ff + c.d_model) * self.dtype.itemsize
+
+    @property
+    def base_bytes(self) -> int:
+        """Bytes of one dense base, all layers."""
+        return len(self.config.layers) * self.config.d_ff * self.config.d_model * 4
+
+    @property
+    def default_fold_pages(self) -> int:
+        """Pages since the base at which reading a dense base costs less than reading the pages."""
+        c = self.config
+        return -(-(c.d_ff * c.d_model) // ((c.d_ff + c.d_model) * c.chunk))
+
+    def copy_rows(self, src: int, dst: int, rows: int) -> None:
+        """Copy the first ``rows`` rows of page ``src`` to page ``dst``, all layers."""
+        chunk = self.config.chunk
+        if not (0 < src < self.pages and 0 < dst < self.pages and 0 <= rows <= chunk):
+            raise ValueError(f"cannot copy {rows} rows of page {src} to page {dst}")
+        for pool in (self.H, self.V):
+            pool[:, dst * chunk : dst * chunk + rows] = pool[:, src * chunk : src * chunk + rows]
+
+    def dense(self, version: Readable, slot: int) -> Tensor:
+        """Return what a version adds to W_0 at a layer slot, [d, d_ff], a new float32 tensor."""
+        H, V = self.H[slot], self.V[slot]
+        total = torch.zeros(self.config.d_model, self.config.d_ff, device=self.device)
+        if version.base is not None:
+            total += self.D[slot, version.base]
+        for first, end in page_runs(version.pages, self.config.chunk):
+            total += V[first:end].float().T @ H[first:end].float()
+        return total
+
+    def export(self, version: Readable) -> dict[str, Tensor]:
+        """Return copies of a version's H [L, R, d_ff], V [L, R, d] and, if any, D [L, d, d_ff]."""
+        chunk = self.config.chunk
+        rows = [page * chunk + i for page in version.pages for i in range(chunk)]
+        tensors = {"H": self.H[:, rows], "V": self.V[:, rows]}
+        if version.base is not None:
+            tensors["D"] = self.D[:, version.base].clone()
+        return tensors
+
+    def tail(self, page: int, rows: int, slot: int) -> tuple[Tensor, Tensor]:
+        """Return copies of an open page's evidence at a layer slot: h rows, target rows."""
+        first = page * self.config.chunk
+        end = first + rows
+        return self.H[slot, first:end].clone(), self.V[slot, first:end].clone()
+
+    def poison(self, page: int) -> None:
+        """Fill a page with NaN, all layers (tests mark free memory with it)."""
+        first = page * self.config.chunk
+        self.H[:, first : first + self.config.chunk] = torch.nan
+        self.V[:, first : first + self.config.chunk] = torch.nan
+
+    def poison_base(self, base: int) -> None:
+        """Fill a base with NaN, all layers."""
+        self.D[:, base] = torch.nan
+
+    def finite(self, pool: Tensor, pages: Sequence[int]) -> list[bool]:
+        """Per page of ``pool`` (H or V), whether every number in it is finite, all layers."""
+        depth, _, width = pool.shape
+        chunk = self.config.chunk
+        parts = [
+            all_finite(pool[:, first:end].view(depth, -1, chunk, width))
+            for first, end in page_runs(pages, chunk)
+        ]
+        return [bool(ok) for ok in torch.cat(parts).tolist()] if parts else []
+
+    def _by_page(self, pool: Tensor) -> Tensor:
+        """One layer's pool as [pages, C, width]."""
+        return pool.view(self.pages, self.config.chunk, -1)

@@ -1,0 +1,1 @@
+"""BoundaryUpdate: the V rows of complete chunks from their target rows (In-Place TTT)."""

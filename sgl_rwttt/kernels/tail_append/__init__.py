@@ -1,0 +1,1 @@
+"""TailBufferUpdate: put new evidence (h rows and target rows) into open pages."""
