@@ -1,0 +1,255 @@
+"""What a /generate request may ask of the state: parsed and refused before anything changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_rwttt.core.chain import ContextChain
+from sgl_rwttt.core.effects import Effect
+from sgl_rwttt.core.errors import (
+    BranchBusy,
+    ForeignOwner,
+    InvalidStateRequest,
+    OwnerReleased,
+    StaleVersion,
+    UnknownOwner,
+    UnknownState,
+    UnsupportedByRule,
+)
+from sgl_rwttt.core.spans import ModeSpans
+from sgl_rwttt.core.versions import Version
+
+from .lineage import RequestLineage
+from .runtime import TTTRuntime
+
+_MODES = {"write": Effect.WRITE, "read": Effect.READ}
+_CLEARS = ("drop", "commit")
+_KEYS = ("ttt_mode", "ttt_root", "ttt_expect", "ttt_pin", "ttt_clear")
+_MAX_NAME = 128
+
+
+@dataclass(frozen=True)
+class StateParams:
+    """The ``ttt_*`` keys of ``sampling_params.custom_params``."""
+
+    mode: Effect
+    root: bytes | None
+    expect: bytes | None
+    pin: str | None
+    clear: str | None
+
+
+def parse_params(custom: dict[str, Any] | None) -> StateParams:
+    """Parse the ``ttt_*`` keys; raises InvalidStateRequest naming the key and its value."""
+    given = {k: v for k, v in (custom or {}).items() if k.startswith("ttt_")}
+    for key, value in given.items():
+        if key not in _KEYS:
+            raise InvalidStateRequest(f"unknown custom_params key {key!r}; known: {list(_KEYS)}")
+        if not isinstance(value, str):
+            raise InvalidStateRequest(f"custom_params key {key!r} must be a string, got {value!r}")
+    mode = given.get("ttt_mode", "write")
+    if mode not in _MODES:
+        raise InvalidStateRequest(f"ttt_mode must be one of {list(_MODES)}, got {mode!r}")
+    clear = given.get("ttt_clear")
+    if clear is not None and clear not in _CLEARS:
+        raise InvalidStateRequest(f"ttt_clear must be one of {list(_CLEARS)}, got {clear!r}")
+    pin = given.get("ttt_pin")
+    if pin is not None and not 0 < len(pin) <= _MAX_NAME:
+        raise InvalidStateRequest(f"ttt_pin must have 1 to {_MAX_NAME} characters")
+    return StateParams(
+        mode=_MODES[mode],
+        root=_hex_id(given, "ttt_root"),
+        expect=_hex_id(given, "ttt_expect"),
+        pin=pin,
+        clear=clear,
+    )
+
+
+def _hex_id(given: dict[str, str], key: str) -> bytes | None:
+    if key not in given:
+        return None
+    try:
+        value = bytes.fromhex(given[key])
+    except ValueError:
+        value = b""
+    if len(value) != 16:
+        raise InvalidStateRequest(f"{key} must be 32 hexadecimal digits, got {given[key]!r}")
+    return value
+
+
+def admit(runtime: TTTRuntime, sessions: Any, recv_req: Any) -> RequestLineage:
+    """The lineage that ``recv_req`` continues; nothing is changed.
+
+    ``sessions`` is SGLang's session controller. Raises a StateError for everything that could
+    kill or fool the server, or that the owner may not do.
+    """
+    params = parse_params(recv_req.sampling_params.custom_params)
+    _refuse_unsupported_inputs(recv_req)
+    session_params = recv_req.session_params
+    if session_params is None or session_params.id is None:
+        return _anonymous(runtime, recv_req, params)
+    return _in_session(runtime, sessions, recv_req, params)
+
+
+def _refuse_unsupported_inputs(recv_req: Any) -> None:
+    if recv_req.input_embeds is not None:
+        raise InvalidStateRequest("input_embeds cannot be used with a TTT checkpoint")
+    if recv_req.mm_inputs is not None:
+        raise InvalidStateRequest("multimodal input cannot be used with a TTT checkpoint")
+    if recv_req.lora_id is not None:
+        raise InvalidStateRequest("LoRA adapters cannot be used with a TTT checkpoint")
+    if getattr(recv_req.sampling_params, "use_beam_search", False):
+        raise InvalidStateRequest("beam search cannot be used with a TTT checkpoint: fork instead")
+
+
+def _anonymous(runtime: TTTRuntime, recv_req: Any, params: StateParams) -> RequestLineage:
+    """A request outside a session owns its state for its own duration."""
+    for key, value in (("ttt_root", params.root), ("ttt_pin", params.pin)):
+        if value is not None:
+            raise InvalidStateRequest(f"{key} needs a session: open one with /ttt/open")
+    if params.clear is not None:
+        raise InvalidStateRequest("ttt_clear needs a session: open one with /ttt/open")
+    root = runtime.default_root
+    _expect(params, root.id, root.number, owner=recv_req.rid, branch=None)
+    return RequestLineage(
+        owner=recv_req.rid,
+        branch=recv_req.rid,
+        root=root,
+        spans=ModeSpans(len(recv_req.input_ids), params.mode),
+        mode=params.mode,
+        chunk=runtime.config.chunk,
+    )
+
+
+def _in_session(
+    runtime: TTTRuntime, sessions: Any, recv_req: Any, params: StateParams
+) -> RequestLineage:
+    session = find_session(runtime, sessions, recv_req.session_params.id)
+    owner, given = session.session_id, recv_req.session_params
+    _refuse_rewrites(owner, given)
+    if recv_req.rid in session.req_nodes:
+        raise InvalidStateRequest(
+            f"rid {recv_req.rid!r} was used before in this session: every request needs its own",
+            owner=owner,
+            branch=recv_req.rid,
+        )
+    if params.clear == "commit":
+        raise UnsupportedByRule(
+            "In-Place TTT writes complete chunks only: clear with tail='drop'", owner=owner
+        )
+    if given.rid is None:
+        root, spans = _session_root(runtime, owner, given, params), ModeSpans()
+    else:
+        root, spans = _continue(runtime, sessions, session, given, params)
+    spans.append(len(recv_req.input_ids), params.mode)
+    if len(spans) == 0:
+        raise InvalidStateRequest("the request has no tokens", owner=owner)
+    return RequestLineage(
+        owner=owner,
+        branch=recv_req.rid,
+        root=root,
+        spans=spans,
+        mode=params.mode,
+        chunk=runtime.config.chunk,
+        session=True,
+        pin=params.pin,
+        clear=params.clear,
+    )
+
+
+def find_session(runtime: TTTRuntime, sessions: Any, owner: str) -> Any:
+    """The open session of ``owner``; raises OwnerReleased or UnknownOwner."""
+    session = sessions.get(owner) if owner in sessions else None
+    if session is not None and not session.close_on_finish:
+        return session
+    if session is not None or runtime.is_released(owner):
+        raise OwnerReleased(f"session {owner} was closed", owner=owner)
+    raise UnknownOwner(f"session {owner} does not exist", owner=owner)
+
+
+def find_node(sessions: Any, session: Any, rid: str) -> Any:
+    """The finished request ``rid`` of ``session``; raises ForeignOwner, UnknownState, BranchBusy."""
+    node = session.req_nodes.get(rid)
+    owner = session.session_id
+    if node is None:
+        if any(rid in other.req_nodes for other in sessions.sessions.values()):
+            raise ForeignOwner(f"branch {rid} belongs to another owner", owner=owner, branch=rid)
+        raise UnknownState(f"branch {rid} does not exist in this session", owner=owner, branch=rid)
+    if not node.req.finished():
+        raise BranchBusy(f"branch {rid} is still running", owner=owner, branch=rid)
+    return node.req
+
+
+def kept_tokens(req: Any) -> Any:
+    """The tokens of a finished session request: prompt, then the output up to its limit."""
+    return req.origin_input_ids + req.output_ids[: req.sampling_params.max_new_tokens]
+
+
+def point_of(
+    runtime: TTTRuntime, req: Any, offset: int | None, owner: str
+) -> tuple[RequestLineage, ContextChain, int]:
+    """(lineage, chain, offset) of a finished request; None as offset is its full length."""
+    lineage: RequestLineage | None = getattr(req, "ttt", None)
+    tokens = kept_tokens(req)
+    if lineage is None or lineage.prompt != len(req.origin_input_ids):
+        raise InvalidStateRequest(
+            f"branch {req.rid} was refused and holds nothing to continue", owner=owner
+        )
+    length = len(tokens)
+    at = length if offset is None else offset
+    if not 1 <= at <= length:
+        raise InvalidStateRequest(
+            f"offset {at} is outside 1..{length} of branch {req.rid}", owner=owner, branch=req.rid
+        )
+    return lineage, lineage.sync(tokens, length), at
+
+
+def _refuse_rewrites(owner: str, given: Any) -> None:
+    if given.replace:
+        raise InvalidStateRequest(
+            "session_params.replace is refused: name a parent rid", owner=owner
+        )
+    if given.drop_previous_output:
+        raise InvalidStateRequest(
+            "session_params.drop_previous_output is refused: give the offset to keep", owner=owner
+        )
+
+
+def _session_root(runtime: TTTRuntime, owner: str, given: Any, params: StateParams) -> Version:
+    if given.offset is not None:
+        raise InvalidStateRequest("offset needs a parent rid", owner=owner)
+    root = (
+        runtime.default_root
+        if params.root in (None, runtime.root)
+        else runtime.store.root(owner, params.root)
+    )
+    _expect(params, root.id, root.number, owner=owner, branch=None)
+    return root
+
+
+def _continue(
+    runtime: TTTRuntime, sessions: Any, session: Any, given: Any, params: StateParams
+) -> tuple[Version, ModeSpans]:
+    owner = session.session_id
+    if params.root is not None:
+        raise InvalidStateRequest(
+            "ttt_root cannot be given together with a parent rid", owner=owner
+        )
+    parent = find_node(sessions, session, given.rid)
+    lineage, chain, at = point_of(runtime, parent, given.offset, owner)
+    number = chain.boundary(chain.index_at(at)).number
+    _expect(params, chain.state_id_at(at), number, owner=owner, branch=given.rid)
+    return lineage.root, lineage.spans.slice(at)
+
+
+def _expect(
+    params: StateParams, actual: bytes, number: int, *, owner: str, branch: str | None
+) -> None:
+    if params.expect is not None and params.expect != actual:
+        raise StaleVersion(
+            f"expected state {params.expect.hex()}, the branch is at {actual.hex()}",
+            owner=owner,
+            branch=branch,
+            version=number,
+        )

@@ -1,0 +1,108 @@
+"""Early checks of a TTT checkpoint folder: before any process is spawned or memory is taken.
+
+The format is the published In-Place TTT one: ``ttt_*`` keys in ``config.json`` and, per TTT layer
+``N``, ``model.layers.N.mlp.ttt_conv.weight`` [d, 1, 5] and ``model.layers.N.mlp.ttt_proj.weight``
+[d, d].
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from sgl_rwttt.backends.in_place import InPlaceConfig
+
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
+CONV_TAPS = 5
+_MAX_HEADER_BYTES = 100_000_000
+
+
+class CheckpointError(ValueError):
+    """A TTT checkpoint that cannot be served; the message names the key or the tensor."""
+
+
+def read_config(model_path: str, overrides: str | None = None) -> dict[str, Any]:
+    """``config.json`` of a local or hub checkpoint with ``--json-model-override-args`` applied."""
+    from transformers import PretrainedConfig
+
+    config, _ = PretrainedConfig.get_config_dict(model_path)
+    config.update(json.loads(overrides or "{}"))
+    return dict(config)
+
+
+def is_ttt(config: dict[str, Any]) -> bool:
+    """Whether a config asks for test-time training; raises CheckpointError for a non-boolean."""
+    flag = config.get("ttt_mode", False)
+    if not isinstance(flag, bool):
+        raise CheckpointError(f"config key ttt_mode must be true or false, got {flag!r}")
+    return flag
+
+
+def expected_weights(config: InPlaceConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every TTT tensor that a checkpoint of this config must hold."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in config.layers:
+        prefix = f"model.layers.{layer}.mlp."
+        shapes[prefix + "ttt_conv.weight"] = (config.d_model, 1, CONV_TAPS)
+        if config.proj:
+            shapes[prefix + "ttt_proj.weight"] = (config.d_model, config.d_model)
+    return shapes
+
+
+def check_weights(found: dict[str, tuple[int, ...]], config: InPlaceConfig) -> None:
+    """Raise CheckpointError naming the first TTT tensor that is missing, misshapen or unknown."""
+    expected = expected_weights(config)
+    for name, shape in expected.items():
+        if name not in found:
+            raise CheckpointError(f"the checkpoint lacks the weight {name} {list(shape)}")
+        if tuple(found[name]) != shape:
+            raise CheckpointError(
+                f"weight {name} has shape {list(found[name])}, expected {list(shape)}"
+            )
+    for name in found:
+        if ".ttt_" in name and name not in expected:
+            raise CheckpointError(
+                f"the checkpoint holds {name}, but ttt_layers={list(config.layers)} and "
+                f"ttt_proj={config.proj} do not ask for it"
+            )
+
+
+def safetensors_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor in the folder's ``*.safetensors``, from the headers alone."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            raw = stream.read(8)
+            size = struct.unpack("<Q", raw)[0] if len(raw) == 8 else 0
+            if not 0 < size <= _MAX_HEADER_BYTES:
+                raise CheckpointError(f"{file.name} is not a safetensors file")
+            try:
+                header = json.loads(stream.read(size))
+            except ValueError as error:
+                raise CheckpointError(f"{file.name} has a broken header: {error}") from error
+        shapes.update({k: tuple(v["shape"]) for k, v in header.items() if k != "__metadata__"})
+    return shapes
+
+
+def check_checkpoint(model_path: str, config: dict[str, Any]) -> InPlaceConfig:
+    """Validate a TTT checkpoint and return its rule's configuration.
+
+    Raises CheckpointError or ValueError naming the config key, architecture or tensor. A folder
+    without safetensors files is checked when its weights are loaded.
+    """
+    architectures = config.get("architectures") or [None]
+    if architectures[0] not in SUPPORTED_ARCHITECTURES:
+        raise CheckpointError(
+            f"ttt_mode is true but architecture {architectures[0]!r} is not one of "
+            f"{list(SUPPORTED_ARCHITECTURES)}"
+        )
+    rule = InPlaceConfig.from_hf(SimpleNamespace(**config))
+    folder = Path(model_path)
+    if folder.is_dir():
+        shapes = safetensors_shapes(folder)
+        if shapes:
+            check_weights(shapes, rule)
+    return rule

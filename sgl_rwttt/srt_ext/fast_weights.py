@@ -1,0 +1,127 @@
+"""Fast weights on a stock SGLang model: hooks on each TTT layer's MLP, a step around the forward."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from sgl_rwttt.backends.in_place import InPlaceConfig
+
+from .checkpoint import CONV_TAPS, CheckpointError, check_weights
+from .runtime import TTTRuntime
+from .step import TTTStep, forward_step
+
+
+class FastWeightCausalLM:
+    """Mixed in front of a causal LM whose MLPs are ``model.layers[N].mlp`` with a ``down_proj``.
+
+    The checkpoint must have ``ttt_mode: true``. The model owns the state runtime (``ttt``).
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if getattr(config, "ttt_mode", False) is not True:
+            raise CheckpointError(f"{type(self).__name__} of sgl_rwttt needs ttt_mode: true")
+        self.ttt_config = InPlaceConfig.from_hf(config)
+        self.ttt_step: TTTStep | None = None
+        self.ttt: TTTRuntime | None = None
+        for slot, layer in enumerate(self.ttt_config.layers):
+            attach_layer(self, slot, self.model.layers[layer].mlp)  # type: ignore[attr-defined]
+
+    def load_weights(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        """Load the checkpoint, then hand the TTT tensors to the backend.
+
+        Raises CheckpointError naming a TTT tensor that is missing, misshapen or unknown.
+        """
+        seen = _Recorder(weights)
+        loaded = super().load_weights(seen)  # type: ignore[misc]
+        check_weights(seen.shapes, self.ttt_config)
+        self.ttt = TTTRuntime(
+            self.ttt_config,
+            seen.fingerprint(self.ttt_config),
+            self.model.embed_tokens.weight.device,
+        )
+        for slot, layer in enumerate(self.ttt_config.layers):
+            mlp = self.model.layers[layer].mlp
+            proj = mlp.ttt_proj.weight if self.ttt_config.proj else None
+            self.ttt.backend.set_weights(slot, mlp.ttt_conv.weight, proj)
+        return loaded
+
+    def forward(
+        self: Any,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """SGLang's forward, inside one step of the state runtime."""
+        with forward_step(self.ttt, input_ids, forward_batch, self.model.embed_tokens) as step:
+            self.ttt_step = step
+            try:
+                return super().forward(input_ids, positions, forward_batch, *args, **kwargs)  # type: ignore[misc]
+            finally:
+                self.ttt_step = None
+
+
+def attach_layer(model: Any, slot: int, mlp: nn.Module) -> None:
+    """Give one MLP its TTT parameters and hooks: y = W_0 h + the state's part.
+
+    The pre-hook keeps the MLP's input x [rows, d]; the hook on ``down_proj`` sees h [rows, d_ff]
+    and adds the state's part to W_0 h [rows, d] (under tensor parallelism a partial sum).
+    """
+    config = model.ttt_config
+    if hasattr(mlp, "dual_gemm"):
+        mlp.dual_gemm.mode = None  # its fused kernel never shows down_proj its input
+    mlp.ttt_conv = nn.Conv1d(
+        config.d_model, config.d_model, CONV_TAPS, groups=config.d_model, bias=False
+    )
+    if config.proj:
+        mlp.ttt_proj = nn.Linear(config.d_model, config.d_model, bias=False)
+    kept: list[torch.Tensor] = []
+
+    def keep_input(_module: nn.Module, args: tuple[Any, ...]) -> None:
+        kept[:] = args[:1]
+
+    def add_state(_module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        step = model.ttt_step
+        if step is None:
+            return None
+        y, bias = output
+        return y + step.layer(slot, args[0], kept.pop()).to(y.dtype), bias
+
+    mlp.register_forward_pre_hook(keep_input)
+    mlp.down_proj.register_forward_hook(add_state)
+
+
+class _Recorder:
+    """Iterates the checkpoint once, noting TTT shapes and what identifies the weights."""
+
+    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._weights = weights
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._digests: dict[str, bytes] = {}
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._weights:
+            if ".ttt_" in name:
+                self.shapes[name] = tuple(tensor.shape)
+            self._digests[name] = _sample(tensor)
+            yield name, tensor
+
+    def fingerprint(self, config: InPlaceConfig) -> str:
+        """Identity of model and rule: names, shapes, dtypes and 64 values of every tensor."""
+        digest = hashlib.blake2b(repr(config).encode(), digest_size=16)
+        for name in sorted(self._digests):
+            digest.update(name.encode() + self._digests[name])
+        return digest.hexdigest()
+
+
+def _sample(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().reshape(-1)
+    picked = flat[:: max(1, flat.numel() // 64)].float().cpu().contiguous()
+    return f"{tuple(tensor.shape)} {tensor.dtype}".encode() + picked.numpy().tobytes()

@@ -1,0 +1,177 @@
+"""Entry point of the ``sglang.srt.plugins`` group.
+
+SGLang calls :func:`register` once in each of its processes, before anything is built. In the
+launching process it registers defaults and refusals that apply only when the checkpoint has
+``ttt_mode: true``; only then do the scheduler processes find ``SGL_RWTTT_ACTIVE`` and install the
+runtime. Every other checkpoint is served by stock code.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from typing import Any
+
+from .options import ENV_ACTIVE, TTTOptions, add_arguments, publish_arguments
+from .refusals import RADIX_BACKEND, refuse_unsupported
+from .seams import check_seams
+
+MODEL_PACKAGE = "sgl_rwttt.srt_ext.models"
+ENV_MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
+
+
+def register() -> None:
+    """Install what this process needs (called by SGLang's ``load_plugins``)."""
+    if multiprocessing.parent_process() is None:
+        _register_launcher()
+    elif os.environ.get(ENV_ACTIVE) == "1":
+        _register_worker()
+
+
+def _register_launcher() -> None:
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    register_resolution_hook("handle_cpu_backends")(_resolve_device)
+    register_resolution_hook("handle_cuda_graph_config")(_resolve_cuda_graph)
+    register_resolution_hook("handle_cache_compatibility")(_resolve_cache)
+    register_resolution_hook("handle_other_validations")(_resolve_refusals)
+    HookRegistry.register(
+        "sglang.srt.server_args.ServerArgs.add_cli_args", _after_add_cli_args, HookType.AFTER
+    )
+    HookRegistry.register(
+        "sglang.srt.server_args.ServerArgs.from_cli_args", _before_from_cli_args, HookType.BEFORE
+    )
+    _register_tokenizer()
+    in_engine = "sglang.srt.entrypoints.engine" in sys.modules
+    if "sglang.srt.entrypoints.http_server" in sys.modules or not in_engine:
+        from . import http
+
+        http.include_routes()
+
+
+def _register_tokenizer() -> None:
+    from sglang.srt.managers import tokenizer_control_mixin
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from . import io, report
+
+    tokenizer_control_mixin._COMMUNICATOR_SPECS.append(("ttt_control", io.TTTControlReqOutput))
+    HookRegistry.register(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info",
+        report.after_update_request_meta_info,
+        HookType.AFTER,
+    )
+
+
+def _register_worker() -> None:
+    from . import io
+
+    io.register_types()
+    if "sglang.srt.managers.scheduler" not in sys.modules:
+        return
+    from sglang.srt.managers import scheduler
+    from sglang.srt.mem_cache import registry
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from .radix import build_cache
+    from .scheduler import scheduler_class
+
+    registry.register_radix_cache_backend(RADIX_BACKEND, build_cache)
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler",
+        scheduler_class(scheduler.Scheduler),
+        HookType.REPLACE,
+    )
+
+
+def _after_add_cli_args(_result: Any, parser: Any) -> None:
+    add_arguments(parser)
+
+
+def _before_from_cli_args(*args: Any) -> None:
+    publish_arguments(args[-1])
+
+
+def _wants_ttt(server_args: Any) -> bool:
+    """Whether the checkpoint named by ``server_args`` has ``ttt_mode: true``."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    from .checkpoint import is_ttt, read_config
+
+    known = getattr(server_args, "_sgl_rwttt", None)
+    if known is None:
+        view = resolving_view(server_args)
+        try:
+            config = read_config(view.model_path, view.json_model_override_args)
+        except (OSError, ValueError):
+            return False  # not ours to report: SGLang names the unreadable checkpoint itself
+        known = is_ttt(config)
+        server_args._sgl_rwttt = known
+    return bool(known)
+
+
+def _resolve_device(server_args: Any, previous: Any) -> None:
+    """Without AMX kernels the only verified CPU attention is torch_native: make it the default."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    view = resolving_view(server_args)
+    if _wants_ttt(server_args) and view.device == "cpu" and view.attention_backend is None:
+        declare_resolution(server_args, "sgl_rwttt", attention_backend="torch_native")
+    previous(server_args)
+
+
+def _resolve_cuda_graph(server_args: Any, previous: Any) -> None:
+    """State is read and written by Python inside the forward pass: no graph capture."""
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    if _wants_ttt(server_args):
+        declare_resolution(server_args, "sgl_rwttt", disable_cuda_graph=True)
+    previous(server_args)
+
+
+def _resolve_cache(server_args: Any, previous: Any) -> None:
+    """Turn the runtime on for a TTT checkpoint, off for any other."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    from .checkpoint import check_checkpoint, read_config
+
+    if not _wants_ttt(server_args):
+        _deactivate()
+        previous(server_args)
+        return
+    view = resolving_view(server_args)
+    check_checkpoint(view.model_path, read_config(view.model_path, view.json_model_override_args))
+    check_seams()
+    TTTOptions.from_env()
+    _activate()
+    declared: dict[str, Any] = {"disable_overlap_schedule": True}
+    if view.radix_cache_backend is None:
+        declared["radix_cache_backend"] = RADIX_BACKEND
+    declare_resolution(server_args, "sgl_rwttt", **declared)
+    previous(server_args)
+
+
+def _resolve_refusals(server_args: Any, previous: Any) -> None:
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    previous(server_args)
+    if _wants_ttt(server_args):
+        refuse_unsupported(resolving_view(server_args))
+
+
+def _activate() -> None:
+    other = os.environ.get(ENV_MODELS)
+    if other not in (None, "", MODEL_PACKAGE):
+        raise ValueError(
+            f"{ENV_MODELS}={other!r} cannot be combined with a TTT checkpoint: unset it"
+        )
+    os.environ[ENV_MODELS] = MODEL_PACKAGE
+    os.environ[ENV_ACTIVE] = "1"
+
+
+def _deactivate() -> None:
+    os.environ.pop(ENV_ACTIVE, None)
+    if os.environ.get(ENV_MODELS) == MODEL_PACKAGE:
+        del os.environ[ENV_MODELS]

@@ -1,0 +1,151 @@
+"""The prefix cache of a TTT checkpoint: KV is reused only together with the state at that point.
+
+Beside SGLang's radix tree of KV stands the store's tree of states. A prefix of n tokens is a hit
+when both trees still hold the point n. Keys carry what KV depends on besides the tokens: the root
+state (in ``extra_key``, set at admission) and the mode in which each token was read.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from typing import Any
+
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.registry import create_unified_radix_cache
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from sgl_rwttt.core.errors import StaleVersion, StateError, UnknownState
+
+from .lineage import RequestLineage
+from .runtime import TTTRuntime
+from .seams import SeamError
+
+
+def build_cache(ctx: Any) -> UnifiedRadixCache:
+    """Factory registered as ``--radix-cache-backend ttt``.
+
+    Raises SeamError when the loaded model is not one of ours (the checkpoint has no ttt_mode, or
+    SGLang picked another class).
+    """
+    runtime = getattr(ctx.tp_worker.model_runner.model, "ttt", None)
+    if not isinstance(runtime, TTTRuntime):
+        raise SeamError(
+            "--radix-cache-backend ttt needs a checkpoint with ttt_mode: true, served by "
+            f"sgl_rwttt's model classes; got {type(ctx.tp_worker.model_runner.model).__name__}"
+        )
+    cache: Any = create_unified_radix_cache(ctx, cache_class=TTTRadixCache)
+    cache.runtime = runtime
+    return cache
+
+
+class TTTRadixCache(UnifiedRadixCache):
+    """A UnifiedRadixCache whose hits are truncated to points where the state is retained."""
+
+    runtime: TTTRuntime | None = None
+    _inserting: RequestLineage | None = None
+
+    def match_prefix(self, params: MatchPrefixParams) -> Any:
+        """Longest prefix whose KV and state are both retained. Changes no owner."""
+        lineage = getattr(params.req, "ttt", None)
+        if lineage is None or self.runtime is None:
+            return super().match_prefix(replace(params, key=_limited(params.key, 0)))
+        key = params.key
+        keys = lineage.key_tokens(key.token_ids)
+        limit = len(key)
+        while True:
+            depth = self._state_depth(lineage, key.token_ids, limit)
+            result = super().match_prefix(replace(params, key=_limited(key, depth, keys)))
+            if result.device_prefix_len >= depth:
+                return result
+            limit = result.device_prefix_len  # KV is gone beyond this: find a state before it
+
+    def _state_depth(self, lineage: RequestLineage, tokens: array[int], limit: int) -> int:
+        assert self.runtime is not None
+        spans = lineage.extend_to(len(tokens))
+        try:
+            return self.runtime.store.match(
+                lineage.root.id, tokens, spans, limit, lineage.chain
+            ).depth
+        except UnknownState:  # the session, and with it this root, was closed meanwhile
+            return 0
+
+    def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        """Insert the request's KV under keys that carry the mode of each token."""
+        self._inserting = getattr(req, "ttt", None)
+        try:
+            super().checkpoint(req, up_to=up_to, **kwargs)
+        finally:
+            self._inserting = None
+
+    def insert(self, params: InsertParams) -> Any:
+        """Insert with mode-carrying keys (SGLang builds the key from plain tokens)."""
+        lineage = self._inserting
+        if lineage is not None:
+            params = replace(params, key=_rekeyed(params.key, lineage))
+        return super().insert(params)
+
+    def maybe_hand_to_session(self, req: Any) -> None:
+        """A request got its pool row: bind its owner's state to it."""
+        super().maybe_hand_to_session(req)
+        lineage = getattr(req, "ttt", None)
+        if lineage is None or self.runtime is None:
+            return
+        if lineage.state is None and lineage.error is None:
+            self.admit(req)
+        self.runtime.bind(req.kv.req_pool_idx, lineage)
+
+    def admit(self, req: Any) -> None:
+        """Create the state of ``req`` at its matched prefix; a failure ends this request alone."""
+        assert self.runtime is not None
+        lineage: RequestLineage = req.ttt
+        tokens, root, store = req.full_untruncated_fill_ids, lineage.root.id, self.runtime.store
+        spans = lineage.extend_to(len(tokens))
+        try:
+            match = store.match(root, tokens, spans, req.prefix_len, lineage.chain)
+            if match.depth != req.prefix_len:
+                raise StaleVersion(
+                    f"KV was matched to {req.prefix_len} tokens, the state only to {match.depth}",
+                    owner=lineage.owner,
+                    branch=lineage.branch,
+                )
+            lineage.state = store.create(lineage.owner, lineage.branch, match, root, tokens, spans)
+        except StateError as error:
+            self.runtime.fail(lineage, error)
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        """A request gives its row back: settle pins and context reset, then free its state."""
+        super().on_release(req, checkpointed=checkpointed)
+        if self.runtime is None:
+            return
+        lineage = self.runtime.unbind(req.kv.req_pool_idx)
+        if lineage is not None and lineage.state is not None:
+            self.runtime.settle(lineage, finished=checkpointed and req.finished())
+
+    def release_session(self, session_id: str) -> None:
+        """A session was closed, by request or by time-out: drop its roots and pins."""
+        super().release_session(session_id)
+        if self.runtime is not None:
+            self.runtime.release_owner(session_id)
+
+    def reset(self) -> None:
+        """Flush: both trees forget together."""
+        super().reset()
+        if self.runtime is not None:
+            self.runtime.reset()
+
+
+def _limited(key: RadixKey, limit: int, tokens: array[int] | None = None) -> RadixKey:
+    return RadixKey(
+        key.token_ids if tokens is None else tokens,
+        key.extra_key,
+        is_bigram=key.is_bigram,
+        limit=limit,
+        cache_salt=key.cache_salt,
+    )
+
+
+def _rekeyed(key: RadixKey, lineage: RequestLineage) -> RadixKey:
+    tokens = key.raw_token_ids()
+    return _limited(key, len(tokens), lineage.key_tokens(tokens))

@@ -1,0 +1,178 @@
+"""The table of everything in SGLang that this package extends, and the check that it is there.
+
+``SEAMS`` is the whole list: official extension points first, then the patched methods. It is
+checked at start-up against the pinned version; a missing target stops the server with its name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from importlib.metadata import version
+
+PINNED = "0.5.23"
+
+
+class SeamError(RuntimeError):
+    """SGLang is not the pinned version, or a name that we extend is missing from it."""
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One point of contact."""
+
+    target: str  # dotted path inside sglang
+    kind: str  # "registry", "subclass", "override", "patch"
+    why: str
+
+
+SEAMS: tuple[Seam, ...] = (
+    Seam("sglang.srt.plugins:load_plugins", "registry", "entry point group sglang.srt.plugins"),
+    Seam(
+        "sglang.srt.arg_groups.resolution_hooks:register_resolution_hook",
+        "registry",
+        "defaults and refusals for a TTT checkpoint",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.registry:register_radix_cache_backend",
+        "registry",
+        "the radix cache that couples KV and state",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.registry:create_unified_radix_cache",
+        "registry",
+        "builds the cache with our class",
+    ),
+    Seam(
+        "sglang.srt.managers.io_struct:hook_custom_types",
+        "registry",
+        "the control message between processes",
+    ),
+    Seam("sglang.srt.models.llama:LlamaForCausalLM", "subclass", "TTT llama checkpoints"),
+    Seam("sglang.srt.models.qwen3:Qwen3ForCausalLM", "subclass", "TTT qwen3 checkpoints"),
+    Seam(
+        "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache.match_prefix",
+        "override",
+        "a hit needs the state at that point",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache.checkpoint",
+        "override",
+        "keys carry the mode of each token",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache.insert",
+        "override",
+        "keys carry the mode of each token",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache.maybe_hand_to_session",
+        "override",
+        "an owner gets its row",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache.on_release",
+        "override",
+        "an owner gives its row back",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache.reset",
+        "override",
+        "flush drops the state with the KV",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler:Scheduler._handle_generate_request",
+        "override",
+        "admission and typed refusals",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler:Scheduler._create_generation_req",
+        "override",
+        "a request gets its lineage",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler:Scheduler.init_request_dispatcher",
+        "override",
+        "control verbs",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler:Scheduler.update_running_batch",
+        "override",
+        "retraction when pages run out",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler:Scheduler._get_new_batch_prefill_raw",
+        "override",
+        "refusal of what can never fit",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler:Scheduler.get_prefill_adder_class",
+        "override",
+        "admission counts pages",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler:Scheduler.get_output_streamer_class",
+        "override",
+        'meta_info["state"]',
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_policy:PrefillAdder.add_one_req",
+        "override",
+        "admission counts pages",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler:Scheduler",
+        "patch",
+        "replaced by the subclass in the scheduler process of a TTT checkpoint",
+    ),
+    Seam(
+        "sglang.srt.managers.tokenizer_manager:TokenizerManager.update_request_meta_info",
+        "patch",
+        'meta_info["state"] is one report, not a list per token',
+    ),
+    Seam(
+        "sglang.srt.managers.tokenizer_control_mixin:_COMMUNICATOR_SPECS",
+        "patch",
+        "one more control communicator",
+    ),
+    Seam(
+        "sglang.srt.server_args:ServerArgs.add_cli_args",
+        "patch",
+        "--ttt-* flags on the command line",
+    ),
+    Seam(
+        "sglang.srt.server_args:ServerArgs.from_cli_args",
+        "patch",
+        "--ttt-* flags reach the environment",
+    ),
+    Seam("sglang.srt.entrypoints.http_server:app", "patch", "the /ttt routes"),
+)
+
+
+def check_version() -> None:
+    """Raise SeamError unless the installed SGLang is the pinned one."""
+    found = version("sglang")
+    if found != PINNED:
+        raise SeamError(f"sgl_rwttt is pinned to sglang {PINNED}, but {found} is installed")
+
+
+def resolve(target: str) -> object:
+    """The object that ``module:attribute.path`` names; raises SeamError when it is missing."""
+    module_name, _, path = target.partition(":")
+    try:
+        found: object = importlib.import_module(module_name)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise SeamError(
+            f"sglang {PINNED} lacks {target}, which sgl_rwttt extends: {error}"
+        ) from error
+    return found
+
+
+def check_seams(prefixes: tuple[str, ...] = ("sglang.",)) -> None:
+    """Check the version and every seam whose target starts with one of ``prefixes``."""
+    check_version()
+    for seam in SEAMS:
+        if seam.target.startswith(prefixes):
+            resolve(seam.target)

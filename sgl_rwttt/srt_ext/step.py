@@ -1,0 +1,180 @@
+"""One forward pass over owned, writable state: the life of a step, top to bottom.
+
+``begin``: each row of the batch finds its owner, the store plans its tokens (which pages they
+read, which rows they append, which blocks they complete), the planner checks that the group is
+legal. The layers then call ``TTTStep.layer`` through their hooks. ``finish``: the WRITE group runs,
+and each owner is committed or dropped alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from sgl_rwttt.core.candidate import Candidate
+from sgl_rwttt.core.effects import Effect
+from sgl_rwttt.core.errors import StateError, WriteFailed
+from sgl_rwttt.core.planner import Transition, group_transitions
+
+from .lineage import RequestLineage
+from .runtime import TTTRuntime
+
+logger = logging.getLogger(__name__)
+
+
+class TTTStep:
+    """The owners, candidates and read plan of the forward pass that is running."""
+
+    def __init__(
+        self, runtime: TTTRuntime, owners: list[tuple[RequestLineage, Candidate]], target: Any
+    ) -> None:
+        self.runtime = runtime
+        self.owners = owners
+        self.plan = runtime.backend.begin_step([c.segment for _, c in owners])
+        self._embeddings: torch.Tensor | None = target
+
+    def layer(self, slot: int, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """The state's part of one TTT layer's output for every row: [rows, d], float32.
+
+        ``h`` [rows, d_ff] is the down projection's input, ``x`` [rows, d] the MLP's input.
+        """
+        target = x if self._embeddings is None else self._embeddings
+        return self.runtime.backend.layer_step(self.plan, slot, h, target)
+
+    def finish(self) -> None:
+        """Run the WRITE group, then commit each owner or drop its candidate."""
+        self._check_writes()
+        written = []
+        results = self._write()
+        for index, (lineage, candidate) in enumerate(self.owners):
+            if not results[index]:
+                self._drop_failed(lineage, candidate)
+                continue
+            for page in self.plan.written_pages(index):
+                candidate.mark_written(page)
+            written.append((lineage, candidate))
+        for lineage, candidate in written:
+            read = lineage.version_read(candidate)
+            self.runtime.store.commit(candidate)
+            lineage.note_output(read)
+
+    def drop(self) -> None:
+        """Drop every candidate (the forward pass raised): nobody advances."""
+        for _, candidate in self.owners:
+            self.runtime.store.drop(candidate)
+
+    def _check_writes(self) -> None:
+        """The WRITE group must be legal: equal keys, committed versions, no owner twice."""
+        writing = [
+            _transition(self.runtime, lineage, Effect.WRITE)
+            for lineage, candidate in self.owners
+            if candidate.segment.blocks
+        ]
+        group_transitions(writing, self.runtime.committed_version)
+
+    def _write(self) -> list[bool]:
+        """BoundaryUpdate over the group; per owner, whether its candidate may be committed."""
+        try:
+            return self.runtime.backend.finish_step(self.plan)
+        except BaseException:
+            for _, candidate in self.owners:  # open pages may hold half of a write
+                if any(block.in_place for block in candidate.blocks):
+                    candidate.state.failed = True
+            raise
+
+    def _drop_failed(self, lineage: RequestLineage, candidate: Candidate) -> None:
+        state = lineage.require_state()
+        self.runtime.store.drop(candidate)
+        self.runtime.fail(
+            lineage,
+            WriteFailed(
+                "the update of this owner's state was not finite; version and tail are kept",
+                owner=lineage.owner,
+                branch=lineage.branch,
+                version=state.version.number,
+            ),
+        )
+
+
+def _transition(runtime: TTTRuntime, lineage: RequestLineage, effect: Effect) -> Transition:
+    return Transition(
+        owner=lineage.owner,
+        branch=lineage.branch,
+        backend=runtime.backend.name,
+        shape=runtime.shape,
+        effect=effect,
+        expected_version=lineage.require_state().version.number,
+        placement=str(runtime.backend.device),
+    )
+
+
+def _rows(forward_batch: Any) -> list[tuple[int, int, int, int]]:
+    """(pool row, first token, token count, context position) of each request of the batch."""
+    rows = forward_batch.req_pool_indices.tolist()
+    if forward_batch.forward_mode.is_decode():
+        lengths = forward_batch.seq_lens_cpu.tolist()
+        return [(row, i, 1, lengths[i] - 1) for i, row in enumerate(rows)]
+    starts = forward_batch.extend_start_loc.tolist()
+    counts = forward_batch.extend_seq_lens_cpu
+    prefixes = forward_batch.extend_prefix_lens_cpu
+    return [(row, starts[i], int(counts[i]), int(prefixes[i])) for i, row in enumerate(rows)]
+
+
+def plan_owners(
+    runtime: TTTRuntime, input_ids: torch.Tensor, forward_batch: Any
+) -> list[tuple[RequestLineage, Candidate]]:
+    """Begin a write for every owned row; an owner whose pages cannot be had fails alone.
+
+    Raises RuntimeError when an owner is not where its row says it is.
+    """
+    tokens = input_ids.tolist()
+    owners: list[tuple[RequestLineage, Candidate]] = []
+    for row, start, count, position in _rows(forward_batch):
+        lineage = runtime.rows.get(row)
+        if lineage is None or lineage.state is None:
+            continue
+        if lineage.state.clock.position != position:
+            raise RuntimeError(
+                f"owner {lineage.branch} is at position {lineage.state.clock.position}, "
+                f"its row at {position}"
+            )
+        try:
+            candidate = runtime.store.begin_write(
+                lineage.state,
+                tokens[start : start + count],
+                lineage.extend_to(position + count),
+                start,
+            )
+        except StateError as error:
+            runtime.fail(lineage, error)
+            continue
+        owners.append((lineage, candidate))
+    return owners
+
+
+@contextmanager
+def forward_step(
+    runtime: TTTRuntime, input_ids: torch.Tensor, forward_batch: Any, embed: Any
+) -> Iterator[TTTStep | None]:
+    """Plan on entry, publish on a clean exit, drop everything when the forward pass raised.
+
+    ``embed`` maps token ids to embeddings and is called only for ``ttt_target: input_embed``.
+    Yields None when no row of the batch has an owner.
+    """
+    idle = forward_batch.forward_mode.is_idle()
+    owners = [] if idle else plan_owners(runtime, input_ids, forward_batch)
+    if not owners:
+        yield None
+        return
+    target = embed(input_ids) if runtime.config.target == "input_embed" else None
+    step = TTTStep(runtime, owners, target)
+    try:
+        yield step
+        step.finish()
+    except BaseException:
+        step.drop()
+        raise

@@ -1,0 +1,196 @@
+"""Control verbs, run between two steps on the scheduler thread (``VERBS`` lists them)."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from sgl_rwttt.core.errors import InvalidStateRequest, StateError
+
+from .admission import find_node, find_session, point_of
+
+_CAPACITY_OF_STR_LEN = 1 << 20
+
+
+def handle(scheduler: Any, message: Any) -> Any:
+    """Run one control message; answers with JSON, or with the StateError in wire form."""
+    from .io import TTTControlReqOutput
+
+    try:
+        verb = VERBS.get(message.op)
+        if verb is None:
+            known = ", ".join(sorted(VERBS))
+            raise InvalidStateRequest(f"unknown control verb {message.op!r}; known: {known}")
+        answer = verb(scheduler, json.loads(message.args))
+    except StateError as error:
+        return TTTControlReqOutput(ok=False, payload=json.dumps(error.to_wire()))
+    return TTTControlReqOutput(ok=True, payload=json.dumps(answer))
+
+
+def _text(args: dict[str, Any], key: str) -> str:
+    value = args.get(key)
+    if not isinstance(value, str) or not value:
+        raise InvalidStateRequest(f"{key!r} must be a non-empty string, got {value!r}")
+    return value
+
+
+def _only(args: dict[str, Any], *known: str) -> None:
+    unknown = sorted(set(args) - set(known))
+    if unknown:
+        raise InvalidStateRequest(f"unknown arguments {unknown}; known: {sorted(known)}")
+
+
+def open_owner(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
+    """Open a session; its id is 128 random bits and is the capability to use the state."""
+    from sglang.srt.managers.io_struct import OpenSessionReqInput
+
+    _only(args, "timeout")
+    timeout = args.get("timeout")
+    if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
+        raise InvalidStateRequest(f"'timeout' must be a positive number (seconds), got {timeout!r}")
+    owner = secrets.token_hex(16)
+    scheduler.session_controller.open(
+        OpenSessionReqInput(
+            capacity_of_str_len=_CAPACITY_OF_STR_LEN, session_id=owner, timeout=timeout
+        )
+    )
+    root = scheduler.ttt.default_root
+    return {"owner": owner, "root": root.id.hex(), "version": root.number, **identity(scheduler)}
+
+
+def close_owner(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
+    """Close a session: its nodes, roots and pins go; a running request of it finishes first."""
+    from sglang.srt.managers.io_struct import CloseSessionReqInput
+
+    _only(args, "owner")
+    session = find_session(scheduler.ttt, scheduler.session_controller, _text(args, "owner"))
+    nodes = len(session.req_nodes)
+    scheduler.session_controller.close(CloseSessionReqInput(session_id=session.session_id))
+    return {"owner": session.session_id, "nodes": nodes}
+
+
+def drop_branch(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
+    """Free one finished node and all its descendants, with the pins that they made.
+
+    Raises BranchBusy, changing nothing, when any of them is still running.
+    """
+    _only(args, "owner", "rid")
+    owner, rid = _text(args, "owner"), _text(args, "rid")
+    session = find_session(scheduler.ttt, scheduler.session_controller, owner)
+    find_node(scheduler.session_controller, session, rid)
+    top = session.req_nodes[rid]
+    doomed = _subtree(top)
+    for node in doomed:
+        find_node(scheduler.session_controller, session, node.req.rid)
+    if top.parent is not None:
+        top.parent.children.remove(top)
+    for node in doomed:
+        _unpin(scheduler, owner, node.req)
+        del session.req_nodes[node.req.rid]
+    return {"owner": owner, "dropped": [node.req.rid for node in doomed]}
+
+
+def _subtree(top: Any) -> list[Any]:
+    found, pending = [], [top]
+    while pending:
+        node = pending.pop()
+        found.append(node)
+        pending.extend(node.children)
+    return found
+
+
+def _unpin(scheduler: Any, owner: str, req: Any) -> None:
+    lineage = getattr(req, "ttt", None)
+    if lineage is not None and lineage.pinned:
+        scheduler.ttt.store.unpin(owner, lineage.pin)
+        lineage.pinned = False
+
+
+def unpin(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
+    """Give one named pin back (a checkpoint that is no longer needed)."""
+    _only(args, "owner", "name")
+    owner, name = _text(args, "owner"), _text(args, "name")
+    session = find_session(scheduler.ttt, scheduler.session_controller, owner)
+    scheduler.ttt.store.unpin(owner, name)
+    for node in session.req_nodes.values():
+        if getattr(node.req, "ttt", None) is not None and node.req.ttt.pin == name:
+            node.req.ttt.pinned = False
+    return {"owner": owner, "name": name}
+
+
+def release_root(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
+    """Give one root back (a cleared context that no head or checkpoint names any more)."""
+    _only(args, "owner", "root")
+    owner, root = _text(args, "owner"), _text(args, "root")
+    find_session(scheduler.ttt, scheduler.session_controller, owner)
+    scheduler.ttt.store.close_root(owner, bytes.fromhex(root))
+    return {"owner": owner, "root": root}
+
+
+def state_at(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
+    """The state report of a point (rid, offset); the offset's default is the node's full length."""
+    _only(args, "owner", "rid", "offset")
+    owner, rid = _text(args, "owner"), _text(args, "rid")
+    offset = args.get("offset")
+    if offset is not None and not isinstance(offset, int):
+        raise InvalidStateRequest(f"'offset' must be an integer, got {offset!r}")
+    session = find_session(scheduler.ttt, scheduler.session_controller, owner)
+    req = find_node(scheduler.session_controller, session, rid)
+    lineage, chain, at = point_of(scheduler.ttt, req, offset, owner)
+    clock = chain.clock_at(at)
+    return {
+        "owner": owner,
+        "branch": rid,
+        "root": lineage.root.id.hex(),
+        "version": clock.number,
+        "tail": clock.rows,
+        "position": at,
+        "mode": lineage.mode.value,
+        "state_id": clock.state_id.hex(),
+    }
+
+
+def identity(scheduler: Any) -> dict[str, Any]:
+    """What a client must know of the server: model, rule, boot."""
+    runtime = scheduler.ttt
+    return {
+        "boot_id": runtime.boot_id,
+        "rule": runtime.describe()["backend"],
+        "chunk": runtime.config.chunk,
+        "fingerprint": runtime.fingerprint,
+        "model_path": scheduler.server_args.model_path,
+        "vocab_size": scheduler.model_config.vocab_size,
+        "context_length": scheduler.model_config.context_len,
+    }
+
+
+def info(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
+    """Identity, pools, ledger and counters; runs check_integrity when nothing is running."""
+    _only(args)
+    runtime = scheduler.ttt
+    idle = not runtime.rows
+    if idle:
+        runtime.check_integrity()
+    return {
+        **identity(scheduler),
+        "root": runtime.root.hex(),
+        "sessions": len(scheduler.session_controller.sessions),
+        "running": len(runtime.rows),
+        "integrity_checked": idle,
+        "pools": runtime.describe(),
+        "store": runtime.store.stats(),
+        "counters": dict(runtime.counters),
+    }
+
+
+VERBS: dict[str, Callable[[Any, dict[str, Any]], dict[str, Any]]] = {
+    "open": open_owner,
+    "close": close_owner,
+    "drop": drop_branch,
+    "unpin": unpin,
+    "release_root": release_root,
+    "state": state_at,
+    "info": info,
+}
