@@ -17,6 +17,7 @@ from sgl_rwttt.core.errors import (
     UnknownState,
     UnsupportedByRule,
 )
+from sgl_rwttt.core.lineage import ID_BYTES
 from sgl_rwttt.core.spans import ModeSpans
 from sgl_rwttt.core.versions import Version
 
@@ -59,22 +60,21 @@ def parse_params(custom: dict[str, Any] | None) -> StateParams:
         raise InvalidStateRequest(f"ttt_pin must have 1 to {_MAX_NAME} characters")
     return StateParams(
         mode=_MODES[mode],
-        root=_hex_id(given, "ttt_root"),
-        expect=_hex_id(given, "ttt_expect"),
+        root=parse_id(given["ttt_root"], "ttt_root") if "ttt_root" in given else None,
+        expect=parse_id(given["ttt_expect"], "ttt_expect") if "ttt_expect" in given else None,
         pin=pin,
         clear=clear,
     )
 
 
-def _hex_id(given: dict[str, str], key: str) -> bytes | None:
-    if key not in given:
-        return None
+def parse_id(text: str, key: str) -> bytes:
+    """A state or root id from its 32 hexadecimal digits; raises InvalidStateRequest."""
     try:
-        value = bytes.fromhex(given[key])
+        value = bytes.fromhex(text)
     except ValueError:
         value = b""
-    if len(value) != 16:
-        raise InvalidStateRequest(f"{key} must be 32 hexadecimal digits, got {given[key]!r}")
+    if len(value) != ID_BYTES:
+        raise InvalidStateRequest(f"{key} must be {2 * ID_BYTES} hexadecimal digits, got {text!r}")
     return value
 
 
@@ -99,7 +99,7 @@ def _refuse_unsupported_inputs(recv_req: Any) -> None:
         raise InvalidStateRequest("multimodal input cannot be used with a TTT checkpoint")
     if recv_req.lora_id is not None:
         raise InvalidStateRequest("LoRA adapters cannot be used with a TTT checkpoint")
-    if getattr(recv_req.sampling_params, "use_beam_search", False):
+    if (recv_req.sampling_params.beam_width or 1) > 1:
         raise InvalidStateRequest("beam search cannot be used with a TTT checkpoint: fork instead")
 
 
@@ -169,7 +169,7 @@ def find_session(runtime: TTTRuntime, sessions: Any, owner: str) -> Any:
 
 
 def find_node(sessions: Any, session: Any, rid: str) -> Any:
-    """The finished request ``rid`` of ``session``; raises ForeignOwner, UnknownState, BranchBusy."""
+    """The finished request ``rid``; raises ForeignOwner, UnknownState or BranchBusy."""
     node = session.req_nodes.get(rid)
     owner = session.session_id
     if node is None:

@@ -1,4 +1,4 @@
-"""Fast weights on a stock SGLang model: hooks on each TTT layer's MLP, a step around the forward."""
+"""Fast weights on a stock SGLang model: hooks on the TTT layers, a step around the forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The control message between the HTTP/engine process and the scheduler: one operation, JSON args."""
+"""The control message from the HTTP or engine process to the scheduler: one verb, JSON args."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ import os
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-ENV_OPTIONS = "SGL_RWTTT_OPTIONS"
-ENV_ACTIVE = "SGL_RWTTT_ACTIVE"
+ENV_OPTIONS = "RWTTT_OPTIONS"
+ENV_ACTIVE = "RWTTT_ACTIVE"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 SGLang calls :func:`register` once in each of its processes, before anything is built. In the
 launching process it registers defaults and refusals that apply only when the checkpoint has
-``ttt_mode: true``; only then do the scheduler processes find ``SGL_RWTTT_ACTIVE`` and install the
+``ttt_mode: true``; only then do the scheduler processes find ``RWTTT_ACTIVE`` and install the
 runtime. Every other checkpoint is served by stock code.
 """
 

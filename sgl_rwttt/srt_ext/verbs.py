@@ -9,7 +9,7 @@ from typing import Any
 
 from sgl_rwttt.core.errors import InvalidStateRequest, StateError
 
-from .admission import find_node, find_session, point_of
+from .admission import find_node, find_session, parse_id, point_of
 
 _CAPACITY_OF_STR_LEN = 1 << 20
 
@@ -123,10 +123,10 @@ def unpin(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
 def release_root(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
     """Give one root back (a cleared context that no head or checkpoint names any more)."""
     _only(args, "owner", "root")
-    owner, root = _text(args, "owner"), _text(args, "root")
+    owner, root = _text(args, "owner"), parse_id(_text(args, "root"), "root")
     find_session(scheduler.ttt, scheduler.session_controller, owner)
-    scheduler.ttt.store.close_root(owner, bytes.fromhex(root))
-    return {"owner": owner, "root": root}
+    scheduler.ttt.store.close_root(owner, root)
+    return {"owner": owner, "root": root.hex()}
 
 
 def state_at(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:

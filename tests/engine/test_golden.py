@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import Tensor
+
 from tests.engine.served import (
     LOGPROBS,
     Served,
@@ -16,7 +18,6 @@ from tests.engine.served import (
     state,
 )
 from tests.golden import GoldenCase, golden_case, golden_names
-from torch import Tensor
 
 pytestmark = pytest.mark.engine
 TOLERANCE = 1e-4  # absolute, on log-probabilities in float32

@@ -199,7 +199,7 @@ async def abandoned(served: Served, tokens: list[int], wait: float, n: int = 200
 
 
 def test_abort_anywhere(served: Served) -> None:
-    """Guards: an abort (queued, mid-prefill, mid-tail, at a boundary) that leaks a page or a row."""
+    """Guards: an abort (queued, mid-prefill, mid-tail, at a boundary) that leaks a page."""
     witness = prompt(70, 30)
     served.flush()
     expected = served.generate(witness, n=40)["output_ids"]
