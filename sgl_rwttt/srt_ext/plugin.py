@@ -113,12 +113,20 @@ def _wants_ttt(server_args: Any) -> bool:
 
 
 def _resolve_device(server_args: Any, previous: Any) -> None:
-    """Without AMX kernels the only verified CPU attention is torch_native: make it the default."""
+    """On the CPU: the verified attention, and the checkpoint's own float32 (not SGLang's float16)."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
+    from .checkpoint import read_config
+
     view = resolving_view(server_args)
-    if _wants_ttt(server_args) and view.device == "cpu" and view.attention_backend is None:
-        declare_resolution(server_args, "sgl_rwttt", attention_backend="torch_native")
+    if _wants_ttt(server_args) and view.device == "cpu":
+        declared: dict[str, Any] = {}
+        if view.attention_backend is None:
+            declared["attention_backend"] = "torch_native"
+        config = read_config(view.model_path, view.json_model_override_args)
+        if view.dtype == "auto" and "float32" in (config.get("dtype"), config.get("torch_dtype")):
+            declared["dtype"] = "float32"
+        declare_resolution(server_args, "sgl_rwttt", **declared)
     previous(server_args)
 
 

@@ -1,0 +1,247 @@
+"""Programs on the real model, in the real runtime, in process and over a socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import sgl_rwttt as rw
+from examples import adapt_and_fork as demo
+from sgl_rwttt import assistant, gen, select, user
+from sgl_rwttt.models.embedded import ensure
+from tests.engine.server import Server, cli, serving
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[rw.Engine]:
+    backend = rw.Engine(max_total_tokens=8192, ttt_memory_mb=512)
+    yield backend
+    backend.shutdown()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("embedded") / "log"
+    flags = ("--max-total-tokens", "8192", "--ttt-memory-mb", "512")
+    with serving(cli("serve", "embedded", *flags), log) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def runtime(server: Server) -> Iterator[rw.Runtime]:
+    backend = rw.Runtime(server.url)
+    yield backend
+    backend.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def balanced(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test must leave no owner, root or pin behind."""
+    yield
+    for name in ("engine", "runtime"):
+        if name in request.fixturenames:
+            info = request.getfixturevalue(name).get_server_info()
+            left = {k: info["store"][k] for k in ("owners", "roots", "pins")}
+            assert info["integrity_checked"]
+            assert left == {"owners": 0, "roots": 0, "pins": 0}
+            assert info["sessions"] == 0
+
+
+@rw.function
+def chat(s: rw.State) -> None:
+    s += user("Name a colour. One word.")
+    s += assistant(gen("a", max_tokens=8, temperature=0))
+    s += user("And another one?")
+    s += assistant(gen("b", max_tokens=8, temperature=0))
+
+
+@rw.function
+def stops(s: rw.State) -> None:
+    s += "One, two, three, four, five, six, seven"
+    s += gen("a", max_tokens=40, temperature=0, stop=["twelve", "."])
+    s += " and so on:" + gen("b", max_tokens=12, temperature=0)
+
+
+@rw.function
+def unicode_text(s: rw.State) -> None:
+    s += "日本語と 😀 emoji: " + gen("a", max_tokens=24, temperature=0)
+
+
+@rw.function
+def branching(s: rw.State) -> None:
+    s += user("Is the sky green?")
+    here = s.checkpoint("asked")
+    s += assistant(gen("first", max_tokens=12, temperature=0))
+    s.rollback(here)
+    with s.fork(3) as branches:
+        branches += [
+            assistant(hint + gen("a", max_tokens=8, temperature=0)) for hint in ("", "Yes", "No")
+        ]
+        s.keep(branches.best("a"))
+    s += user("Sure?") + assistant(select("sure", ["yes", "no"]))
+
+
+@rw.function
+def frozen_and_adapted(s: rw.State) -> None:
+    s.adapt(demo.text("glossary")[:600])
+    with s.frozen():
+        s += user("What is a blorp?") + assistant(gen("a", max_tokens=12, temperature=0))
+    s += user("Thanks.") + assistant(gen("b", max_tokens=8, temperature=0))
+    s.clear_context()
+    s += "A new context: " + gen("c", max_tokens=8, temperature=0)
+
+
+PROGRAMS = [chat, stops, unicode_text, branching, frozen_and_adapted]
+
+
+def outcome(program: Any, backend: Any) -> dict[str, Any]:
+    """Everything about a run that must not depend on the way to the server."""
+    s = program.run(backend=backend, keep=True)
+    try:
+        return {
+            "text": s.text(),
+            "tokens": s.tokens,
+            "pending": s.pending,
+            "state_id": s.state_id,
+            "version": s.version,
+            "variables": {k: s[k] for k in ("a", "b", "c", "first", "sure") if k in s},
+        }
+    finally:
+        s.release()
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.func.__name__)
+def test_equal_in_process_and_over_http(
+    program: Any, engine: rw.Engine, runtime: rw.Runtime
+) -> None:
+    """Guards: another lineage, other ids or another text on one of the two ways."""
+    here, there = outcome(program, engine), outcome(program, runtime)
+    assert here == there
+    assert all(here["variables"].values())
+
+
+@pytest.mark.parametrize("program", PROGRAMS[:3], ids=lambda p: p.func.__name__)
+def test_the_ledger_is_the_text(program: Any, engine: rw.Engine) -> None:
+    """Guards: text re-tokenised on the way, a stop left in the lineage, a split character."""
+    s = program.run(backend=engine, keep=True)
+    try:
+        assert engine.text.decode(list(s.tokens)) + s.pending == s.text()
+    finally:
+        s.release()
+
+
+def test_last_gen_equals_a_plain_request(engine: rw.Engine) -> None:
+    """Guards: a conversation's state differing from one prefill of the same ids."""
+    s = chat.run(backend=engine, keep=True)
+    tokens, answer = list(s.tokens), engine.text.encode(s["b"], False)
+    s.release()
+    ends = [i for i in range(len(tokens)) if tokens[i : i + len(answer)] == answer]
+    start = ends[-1]
+    sampling = {"temperature": 0, "max_new_tokens": len(answer)}
+    plain = engine.transport.generate({"input_ids": tokens[:start], "sampling_params": sampling})
+    assert plain["output_ids"] == tokens[start : start + len(answer)]
+
+
+def test_the_demo_tells_the_truth(engine: rw.Engine) -> None:
+    """Guards: adaptation that does nothing, leaks into other texts, or survives a rollback."""
+    s = demo.adapt_and_fork.run(
+        document=demo.text("glossary"),
+        other=demo.text("code"),
+        unrelated=demo.text("prose"),
+        backend=engine,
+    )
+    before, after, fork, parent, back = s.ret_value
+    assert after.document.mean / before.document.mean < 0.95
+    assert abs(after.unrelated.mean / before.unrelated.mean - 1) < 0.02
+    assert fork.document.mean / before.document.mean > 0.97
+    assert (parent.document, parent.state_id) == (after.document, after.state_id)
+    assert (back.document, back.unrelated, back.state_id) == (
+        before.document,
+        before.unrelated,
+        before.state_id,
+    )
+    assert after.version > before.version == back.version
+
+
+def test_contradictory_owners_in_one_batch(engine: rw.Engine) -> None:
+    """Guards: one owner's evidence in another's weights: interleaved equals alone, 200 tokens."""
+    documents = [
+        "In this town the river is called Anna and the mountain is called Bertha. " * 8,
+        "In this town the river is called Bertha and the mountain is called Anna. " * 8,
+    ]
+    prompts = [engine.text.encode(text, True) for text in documents]
+    sampling = {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True}
+    payloads = [{"input_ids": ids, "sampling_params": sampling} for ids in prompts]
+    alone = [engine.transport.generate(dict(p)) for p in payloads]
+    together = engine.transport.generate_batch(
+        {"input_ids": prompts, "sampling_params": [sampling, sampling]}
+    )
+    for solo, shared in zip(alone, together, strict=True):
+        assert len(shared["output_ids"]) == 200
+        assert shared["output_ids"] == solo["output_ids"]
+        assert shared["meta_info"]["state"]["state_id"] == solo["meta_info"]["state"]["state_id"]
+    assert alone[0]["output_ids"] != alone[1]["output_ids"]
+
+
+def test_openai_routes(server: Server, runtime: rw.Runtime) -> None:
+    """Guards: a chat completion that fails on a TTT checkpoint, or leaves state behind."""
+    body = {
+        "model": "any",
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "max_tokens": 40,
+        "temperature": 0,
+    }
+    first = server.post("/v1/chat/completions", body)
+    assert first.status_code == 200, first.text
+    text = first.json()["choices"][0]["message"]["content"]
+    assert "Paris" in text
+    again = server.post("/v1/chat/completions", body).json()
+    assert again["choices"][0]["message"]["content"] == text
+    completed = server.post(
+        "/v1/completions", {"model": "any", "prompt": "One two", "max_tokens": 4}
+    )
+    assert completed.status_code == 200
+
+
+def test_concurrent_programs(runtime: rw.Runtime) -> None:
+    """Guards: programs that get each other's branches when they run at once."""
+
+    @rw.function
+    def ask(s: rw.State, n: int) -> str:
+        s += f"Item {n}: the number {n} is" + gen("a", max_tokens=6, temperature=0)
+        return str(s["a"])
+
+    alone = [ask.run(n=n, backend=runtime).ret_value for n in range(6)]
+
+    async def together() -> list[Any]:
+        return await asyncio.gather(*(ask.arun(n=n, backend=runtime) for n in range(6)))
+
+    assert [s.ret_value for s in asyncio.run(together())] == alone
+    rows: list[Any] = [{"n": n} for n in range(6)]
+    rows[2] = {"m": 1}
+    batch = ask.run_batch(rows, on_error="return", backend=runtime)
+    assert isinstance(batch[2], TypeError)
+    assert [s.ret_value for i, s in enumerate(batch) if i != 2] == alone[:2] + alone[3:]
+
+
+def test_a_killed_server_is_gone(tmp_path: Any) -> None:
+    """Guards: a program that hangs when its server dies."""
+    model = ensure(progress=False)
+    command = cli("serve", str(model), "--max-total-tokens", "4096", "--ttt-memory-mb", "64")
+    with serving(command, tmp_path / "log") as doomed:
+        backend = rw.Runtime(doomed.url)
+
+        @rw.function
+        def long(s: rw.State, then: Callable[[], None]) -> None:
+            s += "Once upon a time" + gen("a", max_tokens=4, temperature=0)
+            s.sync()
+            then()
+            s += gen("b", max_tokens=400, temperature=0)
+
+        with pytest.raises(rw.ServerGone):
+            long.run(then=doomed.stop, backend=backend)
