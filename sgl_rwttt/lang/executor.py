@@ -1,0 +1,193 @@
+"""One branch of a program: sglang.lang's text and variables, and a place in a lineage."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from sglang.lang.ir import (
+    SglCommitLazy,
+    SglConcateAndAppend,
+    SglGen,
+    SglImage,
+    SglSelect,
+    SglSeparateReasoning,
+    SglVarScopeEnd,
+    SglVideo,
+)
+
+from sgl_rwttt.core.effects import Effect
+from sgl_rwttt.core.errors import InvalidStateRequest, ReadOnlyState
+
+from .answer import Answer
+from .ledger import Cursor
+from .steps import Step
+from .worker import BranchWorker
+
+_REFUSED = {
+    SglImage: "images: the served rules read text only",
+    SglVideo: "videos: the served rules read text only",
+    SglSeparateReasoning: "separate_reasoning: it rewrites text that the state has read",
+    SglConcateAndAppend: 'join("concate_and_append"): states cannot be concatenated',
+}
+
+
+class StateExecutor(BranchWorker):
+    """Executes a branch's expressions; everything below runs in its worker."""
+
+    def __init__(self, *args: Any, parent: StateExecutor | None = None, **kwargs: Any) -> None:
+        self._cursor: Cursor | None = None
+        self.parent = parent
+        self.frozen_depth = 0
+        self.locked_depth = 0  # unfreeze cannot go below (a peek)
+        super().__init__(*args, **kwargs)
+
+    @property
+    def cursor(self) -> Cursor:
+        """The place in the lineage; opens the owner at the first use."""
+        if self._cursor is None:
+            self._cursor = Cursor(self.owner.new_ledger())
+        return self._cursor
+
+    @cursor.setter
+    def cursor(self, cursor: Cursor) -> None:
+        self._cursor = cursor
+
+    @property
+    def mode(self) -> Effect:
+        """The mode of the next tokens."""
+        return Effect.READ if self.frozen_depth else Effect.WRITE
+
+    def _let_go(self) -> None:
+        if self._cursor is not None:
+            self._cursor.node = None
+            self._cursor.ledger.root = None
+
+    # Expressions
+
+    def _execute(self, other: Any) -> None:
+        if isinstance(other, Step):
+            other.done.set_result(other.run())
+        elif type(other) in _REFUSED:
+            refuse(_REFUSED[type(other)])
+        else:
+            super()._execute(other)
+
+    def _execute_fill(self, value: Any, prefix: bool = False) -> None:
+        self.text_ += str(value)
+        self.cursor.pending_text += str(value)
+
+    def _execute_commit_lazy_operations(self, expr: SglCommitLazy) -> None:
+        self.settle()
+
+    def _execute_gen(self, expr: SglGen) -> None:
+        text = self.text_
+        for answer in self._answers(expr):
+            self.text_ = text[: len(text) - answer.mended] + answer.text
+            if expr.name is not None:
+                self.variables[expr.name] = answer.text
+                self.meta_info[expr.name] = answer.meta
+            self._notify()
+        self._arrived(expr.name)
+
+    def _answers(self, expr: SglGen) -> Iterable[Answer]:
+        params = self._resolve_sampling_params(expr.sampling_params)
+        logprobs = self.parent is not None  # branches are compared by them
+        if self.stream:
+            return self.backend.generate_stream(
+                self.owner, self.cursor, self.mode, params, logprobs
+            )
+        return [self.backend.generate(self.owner, self.cursor, self.mode, params, logprobs)]
+
+    def _execute_select(self, expr: SglSelect) -> None:
+        if expr.temperature > 1e-5:
+            refuse("select(temperature > 0): it takes the best choice")
+        self.ground()
+        decision, ids = self.backend.select(
+            self.owner, self.cursor, expr.choices, expr.choices_method
+        )
+        self.cursor.pending_ids = ids
+        self.text_ += decision.decision
+        if expr.name is not None:
+            self.variables[expr.name] = decision.decision
+            self.meta_info[expr.name] = decision.meta_info
+        self._arrived(expr.name)
+
+    def _execute_var_scope_end(self, expr: SglVarScopeEnd) -> None:
+        self.variables[expr.name] = self.text_[self.variables[expr.name] :]
+        self._arrived(expr.name)
+
+    # Steps that need the server (they run in the worker)
+
+    def settle(self, pin: str | None = None) -> bool:
+        """Have the server consume everything said so far; False when it had already.
+
+        `pin` names the point that the commit node retains.
+        """
+        if self.cursor.is_settled:
+            return False
+        self.backend.commit(self.owner, self.cursor, self.mode, pin=pin)
+        return True
+
+    def ground(self) -> None:
+        """As `settle`, and make sure that there is a token to predict from."""
+        self.settle()
+        if not self.cursor.ledger.tokens:
+            self.backend.commit(self.owner, self.cursor, self.mode)  # BOS, or it refuses
+
+    def refreeze(self, step: int) -> None:
+        """Go `step` levels deeper into (or out of) read mode.
+
+        What is pending is consumed first, in the mode in which it was said.
+        """
+        depth = self.frozen_depth + step
+        if depth < self.locked_depth:
+            what = "a peek stays in read mode" if self.locked_depth else "the state is not frozen"
+            raise (ReadOnlyState if self.locked_depth else InvalidStateRequest)(what)
+        if (depth > 0) != (self.frozen_depth > 0) and self._cursor is not None:
+            cursor = self.cursor
+            if cursor.pending_ids or cursor.pending_text:
+                self.backend.commit(self.owner, cursor, self.mode)
+        self.frozen_depth = depth
+
+    def require_writable(self, what: str) -> None:
+        """Raise ReadOnlyState inside a frozen region."""
+        if self.frozen_depth:
+            raise ReadOnlyState(f"{what} would move the state, which is frozen here")
+
+    def adapt(self, text: str, epochs: int, keep: bool) -> None:
+        """Write `text` into the state, `epochs` times; unless `keep`, end the context each time."""
+        self.require_writable("adapt")
+        cursor, before = self.cursor, self.cursor.ledger.clock.number
+        for _ in range(epochs):
+            at_root = not cursor.ledger.tokens and not cursor.pending_ids
+            cursor.pending_ids += self.backend.text.encode(cursor.pending_text, at_root)
+            cursor.pending_text = text
+            self.text_ += text
+            if keep:
+                self.settle()
+            else:
+                self.clear("drop")
+        if cursor.ledger.clock.number == before:
+            warnings.warn(
+                f"adapt wrote no version: the text is shorter than a chunk of "
+                f"{cursor.ledger.clock.chunk} tokens",
+                stacklevel=2,
+            )
+
+    def clear(self, tail: str) -> None:
+        """End the context: KV, position, text and messages go, the committed version stays."""
+        if tail == "commit":
+            self.require_writable('clear_context(tail="commit")')
+        if self.cur_role is not None:
+            raise InvalidStateRequest(f"close the role {self.cur_role!r} before the context ends")
+        if self.cursor.ledger.tokens or not self.cursor.is_settled:
+            self.backend.commit(self.owner, self.cursor, self.mode, clear=tail)
+        self.text_, self.messages_, self.fork_start_text_pos = "", [], None
+        self._notify()
+
+
+def refuse(what: str) -> NoReturn:
+    """Raise InvalidStateRequest for something that sglang.lang can say and we cannot do."""
+    raise InvalidStateRequest(f"not supported here: {what}")
