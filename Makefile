@@ -41,7 +41,7 @@ demo: $(READY)
 	@echo "== embedded model (about half a minute the first time)"
 	@$(RUN) -m sgl_rwttt.cli.main embedded
 	@echo "== examples/adapt_and_fork.py"
-	@$(RUN) examples/adapt_and_fork.py
+	@PYTHONWARNINGS=ignore $(RUN) examples/adapt_and_fork.py
 
 test: $(READY)
 	@echo "== pytest"

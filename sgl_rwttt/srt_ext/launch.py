@@ -158,7 +158,7 @@ def engine_defaults(model_path: str | os.PathLike[str], **overrides: Any) -> dic
         defaults["disable_cuda_graph"] = True
     return {
         "model_path": os.fspath(model_path),
-        "log_level": "warning",
+        "log_level": "error",
         **defaults,
         **overrides,
     }

@@ -113,7 +113,7 @@ def _wants_ttt(server_args: Any) -> bool:
 
 
 def _resolve_device(server_args: Any, previous: Any) -> None:
-    """On the CPU: the verified attention, and the checkpoint's own float32 (not SGLang's float16)."""
+    """On the CPU: the verified attention, and float32 where the checkpoint has it (not float16)."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     from .checkpoint import read_config

@@ -114,7 +114,7 @@ def test_cpu_defaults(cpu: None, tmp_path: Path) -> None:
         "disable_cuda_graph": True,
         "max_total_tokens": (1 << 30) // (2 * 4 * 2 * 32 * 4),
         "sleep_on_idle": True,
-        "log_level": "warning",
+        "log_level": "error",
     }
 
 
