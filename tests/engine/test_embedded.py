@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -166,6 +168,20 @@ def test_the_demo_tells_the_truth(engine: rw.Engine) -> None:
         before.state_id,
     )
     assert after.version > before.version == back.version
+
+
+def test_the_readme_example(engine: rw.Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards: a first example that does not work as pasted."""
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    [code] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    rw.set_default_backend(engine)
+    try:
+        exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+    finally:
+        rw.set_default_backend(None)
+    answer, sure, version = capsys.readouterr().out.split("|")
+    assert answer.strip() and sure.strip()
+    assert int(version.split()[1]) >= 2
 
 
 def test_contradictory_owners_in_one_batch(engine: rw.Engine) -> None:
