@@ -98,14 +98,18 @@ class RequestLineage:
             self._versions.append([index, version])
 
     def fail(self, error: StateError) -> None:
-        """End the request with ``error``: SGLang discards this forward's output for it."""
+        """End the request with ``error``; nothing that this forward computed for it is kept.
+
+        SGLang looks at ``discard_output_reason`` after a prefill and at ``to_finish`` after a decode
+        step; a prefill that goes on in chunks is stopped by the scheduler (``stop_failed_chunk``).
+        """
         from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
         self.error = error
         if self.req is not None:
-            self.req.discard_output_reason = FINISH_ABORT(
-                error.to_header(), error.http_status, type(error).__name__
-            )
+            reason = FINISH_ABORT(error.to_header(), error.http_status, type(error).__name__)
+            self.req.discard_output_reason = self.req.to_finish = reason
+            self.req.skip_radix_cache_insert = True
 
     def report(self, state: OwnerState) -> dict[str, Any]:
         """The state report at ``state``'s present point (JSON types only)."""

@@ -23,20 +23,25 @@ ENV_MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 
 def register() -> None:
     """Install what this process needs (called by SGLang's ``load_plugins``)."""
-    if multiprocessing.parent_process() is None:
-        _register_launcher()
-    elif os.environ.get(ENV_ACTIVE) == "1":
+    _register_resolution()
+    if multiprocessing.parent_process() is not None and os.environ.get(ENV_ACTIVE) == "1":
         _register_worker()
+    else:
+        _register_launcher()
 
 
-def _register_launcher() -> None:
+def _register_resolution() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     register_resolution_hook("handle_cpu_backends")(_resolve_device)
     register_resolution_hook("handle_cuda_graph_config")(_resolve_cuda_graph)
     register_resolution_hook("handle_cache_compatibility")(_resolve_cache)
     register_resolution_hook("handle_other_validations")(_resolve_refusals)
+
+
+def _register_launcher() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
     HookRegistry.register(
         "sglang.srt.server_args.ServerArgs.add_cli_args", _after_add_cli_args, HookType.AFTER
     )

@@ -29,6 +29,7 @@ def build_cache(ctx: Any) -> UnifiedRadixCache:
     Raises SeamError when the loaded model is not one of ours (the checkpoint has no ttt_mode, or
     SGLang picked another class).
     """
+    check_scheduler()
     runtime = getattr(ctx.tp_worker.model_runner.model, "ttt", None)
     if not isinstance(runtime, TTTRuntime):
         raise SeamError(
@@ -38,6 +39,16 @@ def build_cache(ctx: Any) -> UnifiedRadixCache:
     cache: Any = create_unified_radix_cache(ctx, cache_class=TTTRadixCache)
     cache.runtime = runtime
     return cache
+
+
+def check_scheduler() -> None:
+    """Raise SeamError unless this process runs our scheduler: SGLang only logs a failed hook."""
+    from sglang.srt.managers import scheduler
+
+    from .scheduler import StateScheduling
+
+    if not issubclass(scheduler.Scheduler, StateScheduling):
+        raise SeamError("sglang.srt.managers.scheduler.Scheduler was not replaced by sgl_rwttt's")
 
 
 class TTTRadixCache(UnifiedRadixCache):
@@ -113,6 +124,9 @@ class TTTRadixCache(UnifiedRadixCache):
             lineage.state = store.create(lineage.owner, lineage.branch, match, root, tokens, spans)
         except StateError as error:
             self.runtime.fail(lineage, error)
+            return
+        self.runtime.counters["admissions"] += 1
+        self.runtime.counters["hit_tokens"] += match.depth
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         """A request gives its row back: settle pins and context reset, then free its state."""

@@ -9,6 +9,7 @@ RADIX_BACKEND = "ttt"
 # (ServerArgs field, allowed values, why). A field whose value is not allowed stops the server.
 _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("tp_size", (1,), "the MLP output is a partial sum per rank and the state's part is not"),
+    ("dp_size", (1,), "a session's requests would reach ranks that do not have its state"),
     ("pp_size", (1,), "a state update spans the layers of one process"),
     ("speculative_algorithm", (None,), "rejected draft tokens would be written into the state"),
     ("disaggregation_mode", ("null",), "the state does not travel with the KV"),
@@ -25,6 +26,7 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("enable_dp_attention", (False,), "not verified with writable state"),
     ("enable_torch_compile", (False,), "the state is Python-managed inside the forward pass"),
     ("enable_two_batch_overlap", (False,), "one forward pass must see all READs of a step"),
+    ("enable_memory_saver", (False,), "released KV would leave its state behind"),
     ("enable_pdmux", (False,), "not verified with writable state"),
     ("enable_lora", (False,), "adapter weights change what a state was computed with"),
     ("quantization", (None,), "not verified with writable state"),

@@ -50,7 +50,7 @@ class TTTRuntime:
         self.default_root = self.store.root("", self.root)
         self.rows: dict[int, Any] = {}  # request pool row -> RequestLineage
         self.released: OrderedDict[str, None] = OrderedDict()
-        self.counters = {"failed_writes": 0, "refused": 0, "state_hits": 0, "truncated_hits": 0}
+        self.counters = dict.fromkeys(("admissions", "hit_tokens", "refused", "failed_writes"), 0)
         logger.info("TTT state runtime: %s", self.describe())
 
     def describe(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 from sgl_rwttt.core.effects import Effect
@@ -19,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 def scheduler_class(base: type) -> type:
     """The subclass of SGLang's Scheduler that serves a TTT checkpoint."""
-    return type("TTTScheduler", (_StateScheduling, base), {})
+    return type("TTTScheduler", (StateScheduling, base), {})
 
 
-class _StateScheduling:
+class StateScheduling:
     """The overrides; mixed in front of ``sglang.srt.managers.scheduler.Scheduler``."""
 
     _ttt_admitting: RequestLineage | None = None
@@ -39,15 +40,20 @@ class _StateScheduling:
         return streamer_class(super().get_output_streamer_class())  # type: ignore[misc]
 
     def init_request_dispatcher(self: Any) -> None:
-        """Add the control verbs."""
+        """Add the control verbs, and refuse to swap the weights under living states."""
         from sglang.utils import TypeBasedDispatcher
 
         from .io import TTTControlReqInput
 
         super().init_request_dispatcher()  # type: ignore[misc]
-        self._request_dispatcher += TypeBasedDispatcher(
-            [(TTTControlReqInput, lambda message: verbs.handle(self, message))]
+        ours = TypeBasedDispatcher(
+            [
+                (TTTControlReqInput, lambda message: verbs.handle(self, message)),
+                *refused_weight_updates(),
+            ]
         )
+        ours += self._request_dispatcher  # the first handler of a type stays
+        self._request_dispatcher = ours
 
     # Admission
 
@@ -95,6 +101,18 @@ class _StateScheduling:
         req.tokenizer = self.tokenizer
         prepare_abort(req, error.to_header(), status_code=error.http_status)
         self.output_streamer.stream_output([req], False)
+
+    def run_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the batch, then keep a chunked prefill whose owner failed from going on."""
+        result = super().run_batch(*args, **kwargs)  # type: ignore[misc]
+        self.stop_failed_chunk()
+        return result
+
+    def stop_failed_chunk(self: Any) -> None:
+        """Have SGLang abort the request in chunks, with its typed error, before its next chunk."""
+        lineage = getattr(self.chunked_req, "ttt", None)
+        if lineage is not None and lineage.error is not None:
+            self._pending_chunked_abort_req = self.chunked_req
 
     # Pages
 
@@ -150,6 +168,23 @@ class _StateScheduling:
             return super().update_running_batch(batch)  # type: ignore[misc]
         finally:
             del batch.check_decode_mem
+
+
+def refused_weight_updates() -> list[tuple[type, Any]]:
+    """Handlers that answer every replacement of weights with a refusal.
+
+    A state is a difference from the weights that it was computed with.
+    """
+    from sglang.srt.managers import io_struct
+
+    message = "weights of a TTT checkpoint cannot be replaced while serving: restart the server"
+    kinds = ("UpdateWeightFromDisk", "UpdateWeightsFromDistributed", "UpdateWeightsFromTensor")
+    pairs = []
+    for kind in (*kinds, "UpdateWeightsFromIPC"):
+        output = getattr(io_struct, f"{kind}ReqOutput")
+        answer = partial(output, success=False, message=message)
+        pairs.append((getattr(io_struct, f"{kind}ReqInput"), lambda _, answer=answer: answer()))
+    return pairs
 
 
 def pages_opened(store: TTTStateStore, reqs: list[Any]) -> int:

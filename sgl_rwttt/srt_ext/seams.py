@@ -96,6 +96,16 @@ SEAMS: tuple[Seam, ...] = (
         "control verbs",
     ),
     Seam(
+        "sglang.srt.managers.scheduler:Scheduler.run_batch",
+        "override",
+        "a failed owner's prefill does not go on",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler:Scheduler.process_pending_chunked_abort",
+        "override",
+        "how a prefill in chunks is stopped",
+    ),
+    Seam(
         "sglang.srt.managers.scheduler:Scheduler.update_running_batch",
         "override",
         "retraction when pages run out",

@@ -135,7 +135,7 @@ def plan_owners(
     owners: list[tuple[RequestLineage, Candidate]] = []
     for row, start, count, position in _rows(forward_batch):
         lineage = runtime.rows.get(row)
-        if lineage is None or lineage.state is None:
+        if lineage is None or lineage.state is None or lineage.error is not None:
             continue
         if lineage.state.clock.position != position:
             raise RuntimeError(

@@ -167,6 +167,15 @@ def test_stock_sessions_are_owners_too(server: Server) -> None:
     assert generate(server, [5], owner=opened, custom={"ttt_root": root}).status_code == 410
 
 
+def test_weights_cannot_be_replaced_while_serving(server: Server) -> None:
+    """Guards: states that are differences from weights which are gone."""
+    body = {"model_path": str(CASE.path)}
+    answer = server.post("/update_weights_from_disk", body, headers=AUTH)
+    assert answer.status_code == 400
+    assert "restart the server" in answer.text
+    assert generate(server, CASE.prompt_ids, n=2).status_code == 200
+
+
 def test_plain_launch_server(tmp_path: Path) -> None:
     """Guards: a checkpoint that only our own command can serve. Two variables are enough here."""
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(CASE.path)]
