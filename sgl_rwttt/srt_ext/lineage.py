@@ -100,8 +100,8 @@ class RequestLineage:
     def fail(self, error: StateError) -> None:
         """End the request with ``error``; nothing that this forward computed for it is kept.
 
-        SGLang looks at ``discard_output_reason`` after a prefill and at ``to_finish`` after a decode
-        step; a prefill that goes on in chunks is stopped by the scheduler (``stop_failed_chunk``).
+        SGLang looks at ``discard_output_reason`` after a prefill and at ``to_finish`` after a
+        decode step; a prefill in chunks is stopped by the scheduler (``stop_failed_chunk``).
         """
         from sglang.srt.managers.schedule_batch import FINISH_ABORT
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from functools import partial
 from typing import Any
 
@@ -92,7 +93,7 @@ class StateScheduling:
         req = Req(
             recv_req.rid,
             recv_req.input_text,
-            recv_req.input_ids,
+            recv_req.input_ids or array("q", [0]),
             recv_req.sampling_params,
             vocab_size=self.model_config.vocab_size,
             stream=recv_req.stream,

@@ -20,7 +20,7 @@ POISON = 77  # a token whose evidence is not finite
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A checkpoint in which token 77's embedding is finite, but conv(T) @ proj overflows with it."""
+    """Token 77's embedding is finite, but conv(T) @ proj overflows with it."""
     folder = tmp_path_factory.mktemp("poisoned")
     shutil.copy(CASE.path / "config.json", folder)
     weights = load_file(CASE.path / "model.safetensors")

@@ -129,6 +129,13 @@ def test_bad_requests_are_refused_by_type(
     assert after["commits"] == before["commits"]
 
 
+def test_embeddings_as_input_are_refused(server: Server) -> None:
+    """Guards: input without token ids, which no lineage can name, killing the scheduler."""
+    payload = {"input_embeds": [[0.0] * 32] * 3, "sampling_params": {"max_new_tokens": 2}}
+    assert server.post("/generate", payload, headers=AUTH).status_code == 400
+    assert generate(server, CASE.prompt_ids, n=2).status_code == 200
+
+
 def test_requests_that_kill_or_fool_a_stock_server(server: Server) -> None:
     """Guards: `replace` without rid and a reused rid (both crash SGLang), silent bad offsets."""
     owner = verb(server, "open").json()["owner"]
@@ -180,6 +187,7 @@ def test_plain_launch_server(tmp_path: Path) -> None:
     """Guards: a checkpoint that only our own command can serve. Two variables are enough here."""
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(CASE.path)]
     command += ["--device", "cpu", "--skip-tokenizer-init", "--ttt-memory-mb", "8"]
+    command += ["--max-total-tokens", "4096"]
     with serving(command, tmp_path / "log", cpu_environment()) as plain:
         answer = plain.post("/generate", request(CASE.prompt_ids, n=8)).json()
         assert answer["output_ids"] == CASE.generated_ids[:8]
