@@ -18,9 +18,10 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
+from .refusals import RADIX_BACKEND
+
 CPU_KV_BYTES = 1 << 30  # KV pool of a CPU engine, unless max_total_tokens says otherwise
 MIN_KV_TOKENS = 4096
-RADIX_BACKEND = "ttt"
 
 STUB_FOLDER = Path(__file__).resolve().parent / "cpu_kernel_stub"
 

@@ -99,36 +99,32 @@ def _before_from_cli_args(*args: Any) -> None:
     publish_arguments(args[-1])
 
 
-def _wants_ttt(server_args: Any) -> bool:
-    """Whether the checkpoint named by ``server_args`` has ``ttt_mode: true``."""
+def _ttt_config(server_args: Any) -> dict[str, Any] | None:
+    """The checkpoint's config when it has ``ttt_mode: true``, else None; read once per launch."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
     from .checkpoint import is_ttt, read_config
 
-    known = getattr(server_args, "_sgl_rwttt", None)
-    if known is None:
+    if not hasattr(server_args, "_sgl_rwttt"):
         view = resolving_view(server_args)
         try:
             config = read_config(view.model_path, view.json_model_override_args)
         except (OSError, ValueError):
-            return False  # not ours to report: SGLang names the unreadable checkpoint itself
-        known = is_ttt(config)
-        server_args._sgl_rwttt = known
-    return bool(known)
+            return None  # not ours to report: SGLang names the unreadable checkpoint itself
+        server_args._sgl_rwttt = config if is_ttt(config) else None
+    found: dict[str, Any] | None = server_args._sgl_rwttt
+    return found
 
 
 def _resolve_device(server_args: Any, previous: Any) -> None:
     """On the CPU: the verified attention, and float32 where the checkpoint has it (not float16)."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
-    from .checkpoint import read_config
-
-    view = resolving_view(server_args)
-    if _wants_ttt(server_args) and view.device == "cpu":
+    config, view = _ttt_config(server_args), resolving_view(server_args)
+    if config is not None and view.device == "cpu":
         declared: dict[str, Any] = {}
         if view.attention_backend is None:
             declared["attention_backend"] = "torch_native"
-        config = read_config(view.model_path, view.json_model_override_args)
         if view.dtype == "auto" and "float32" in (config.get("dtype"), config.get("torch_dtype")):
             declared["dtype"] = "float32"
         declare_resolution(server_args, "sgl_rwttt", **declared)
@@ -139,7 +135,7 @@ def _resolve_cuda_graph(server_args: Any, previous: Any) -> None:
     """State is read and written by Python inside the forward pass: no graph capture."""
     from sglang.srt.arg_groups.overrides import declare_resolution
 
-    if _wants_ttt(server_args):
+    if _ttt_config(server_args) is not None:
         declare_resolution(server_args, "sgl_rwttt", disable_cuda_graph=True)
     previous(server_args)
 
@@ -148,14 +144,15 @@ def _resolve_cache(server_args: Any, previous: Any) -> None:
     """Turn the runtime on for a TTT checkpoint, off for any other."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
-    from .checkpoint import check_checkpoint, read_config
+    from .checkpoint import check_checkpoint
 
-    if not _wants_ttt(server_args):
+    config = _ttt_config(server_args)
+    if config is None:
         _deactivate()
         previous(server_args)
         return
     view = resolving_view(server_args)
-    check_checkpoint(view.model_path, read_config(view.model_path, view.json_model_override_args))
+    check_checkpoint(view.model_path, config)
     check_seams()
     TTTOptions.from_env()
     _activate()
@@ -170,7 +167,7 @@ def _resolve_refusals(server_args: Any, previous: Any) -> None:
     from sglang.srt.arg_groups.overrides import resolving_view
 
     previous(server_args)
-    if _wants_ttt(server_args):
+    if _ttt_config(server_args) is not None:
         refuse_unsupported(resolving_view(server_args))
 
 

@@ -29,6 +29,7 @@ class StateScheduling:
 
     _ttt_admitting: RequestLineage | None = None
     _ttt_starved: Any = None
+    _ttt_adder: type | None = None
 
     @property
     def ttt(self: Any) -> TTTRuntime:
@@ -85,11 +86,9 @@ class StateScheduling:
 
     def _refuse(self: Any, recv_req: Any, error: StateError) -> None:
         """Answer ``recv_req`` with a typed error without running the model."""
-        from sglang.srt.disaggregation.utils import prepare_abort
         from sglang.srt.managers.schedule_batch import Req
 
         self.ttt.counters["refused"] += 1
-        logger.warning("ttt_refused %s", error.to_header())
         req = Req(
             recv_req.rid,
             recv_req.input_text,
@@ -100,8 +99,15 @@ class StateScheduling:
             http_worker_ipc=recv_req.http_worker_ipc,
         )
         req.tokenizer = self.tokenizer
+        self._answer_refusal(req, error)
+
+    def _answer_refusal(self: Any, req: Any, error: StateError) -> None:
+        """End a request that holds nothing with a typed error."""
+        from sglang.srt.disaggregation.utils import prepare_abort
+
+        logger.warning("ttt_refused %s", error.to_header())
         prepare_abort(req, error.to_header(), status_code=error.http_status)
-        self.output_streamer.stream_output([req], False)
+        self.output_streamer.stream_output([req], req.return_logprob)
 
     def run_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the batch, then keep a chunked prefill whose owner failed from going on."""
@@ -118,8 +124,11 @@ class StateScheduling:
     # Pages
 
     def get_prefill_adder_class(self: Any) -> type:
-        """Admission counts delta pages beside KV."""
-        return _adder_class(super().get_prefill_adder_class(), self)  # type: ignore[misc]
+        """Admission counts delta pages beside KV (asked for in every pass, made once)."""
+        if self._ttt_adder is None:
+            self._ttt_adder = _adder_class(super().get_prefill_adder_class(), self)  # type: ignore[misc]
+        adder: type = self._ttt_adder
+        return adder
 
     def _get_new_batch_prefill_raw(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Refuse a request that no amount of waiting could give its pages."""
@@ -136,8 +145,6 @@ class StateScheduling:
         return batch, running
 
     def _refuse_starved(self: Any, req: Any) -> None:
-        from sglang.srt.disaggregation.utils import prepare_abort
-
         lineage: RequestLineage = req.ttt
         error = StateCapacity(
             f"the request needs {pages_needed(self, req)} delta pages at once and the pool "
@@ -145,11 +152,9 @@ class StateScheduling:
             owner=lineage.owner,
             branch=lineage.branch,
         )
-        logger.warning("ttt_refused %s", error.to_header())
         self.waiting_queue.remove(req)
         self._release_aborted_request(req)
-        prepare_abort(req, error.to_header(), status_code=error.http_status)
-        self.output_streamer.stream_output([req], req.return_logprob)
+        self._answer_refusal(req, error)
 
     def update_running_batch(self: Any, batch: Any) -> Any:
         """Retract, as for KV, when the pages that this step opens cannot be had."""
