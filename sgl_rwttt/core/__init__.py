@@ -30,7 +30,14 @@ from sgl_rwttt.core.lineage import (
     root_id,
 )
 from sgl_rwttt.core.owners import OwnerState
-from sgl_rwttt.core.planner import LegalGroup, PhaseKey, Transition, group_transitions
+from sgl_rwttt.core.planner import (
+    BatchPlanner,
+    LegalGroup,
+    PhaseKey,
+    Round,
+    Transition,
+    group_transitions,
+)
 from sgl_rwttt.core.segment import DUMMY, BlockPart, Segment
 from sgl_rwttt.core.slots import SlotPool
 from sgl_rwttt.core.spans import ModeSpans
@@ -39,6 +46,7 @@ from sgl_rwttt.core.versions import Match, StateView, Tail, TailMemo, Version
 
 __all__ = [
     "DUMMY",
+    "BatchPlanner",
     "BlockPart",
     "Boundary",
     "BranchBusy",
@@ -59,6 +67,7 @@ __all__ = [
     "PhaseKey",
     "ReadOnlyState",
     "RollbackBeyondRetention",
+    "Round",
     "Segment",
     "ServerGone",
     "SlotError",

@@ -3,7 +3,8 @@
 A version is a memo of a pure function, so everything that nobody references may go, least
 recently matched first. Each live version is indexed, and the index holds one of its references;
 a version is evictable exactly while that is the only one. Eviction therefore runs from the
-leaves of the lineage tree towards its roots, one step at a time.
+leaves of the lineage tree towards its roots, one step at a time. An expired version is not kept
+as a memo: it goes with its last other reference.
 """
 
 from bisect import bisect_left
@@ -24,6 +25,8 @@ class StateIndex:
         self.evictable: OrderedDict[Version | TailMemo, None] = OrderedDict()
         self.tick = 0
         self.evictions = 0
+        self.expirations = 0  # versions forgotten because they were expired
+        self.own_pages = 0  # versions with a page of their own
         self.tails = 0  # retained tails
 
     # references
@@ -37,7 +40,14 @@ class StateIndex:
         version.refs += 1
 
     def unref(self, version: Version) -> None:
-        """Give a reference back; with only the index's one left the version is evictable."""
+        """Give a reference back; with only the index's one left the version is evictable.
+
+        An expired one is forgotten then.
+        """
+        self._unref(version)
+        self._forget_expired(version)
+
+    def _unref(self, version: Version) -> None:
         if version.refs < 2:
             raise SlotError(f"version {version.number} has no reference to give back")
         version.refs -= 1
@@ -62,10 +72,12 @@ class StateIndex:
         self.evictable.pop(memo, None)
 
     def unpin_memo(self, memo: TailMemo) -> None:
-        """Undo one `pin_memo`."""
+        """Undo one `pin_memo`. The tail of an expired version is forgotten with its last pin."""
         memo.pins -= 1
         if not memo.pins:
             self.evictable[memo] = None
+            if memo.version.expired:
+                self._forget_tail(memo)
 
     # publication
 
@@ -77,6 +89,7 @@ class StateIndex:
         version.touched = self.tick
         self.versions[version.id] = version
         self.evictable[version] = None
+        self.own_pages += version.page is not None
 
     def retain(self, version: Version, tail: Tail, rows: int, key: bytes) -> TailMemo:
         """Retain the first `rows` rows of an open page; takes its own references.
@@ -148,16 +161,46 @@ class StateIndex:
             self._forget_tail(item)
         return True
 
+    def expire(self, version: Version) -> None:
+        """Keep a version no longer as a memo: only while a child, branch, pin or root needs it.
+
+        Its retained tails go at once, pinned ones with their last pin. Starting a branch there,
+        or committing that version again, makes it an ordinary memo again (`renew`).
+        """
+        version.expired = True
+        for memo in [memo for memo in version.memos if not memo.pins]:
+            self._forget_tail(memo)
+        self._forget_expired(version)
+
+    def renew(self, version: Version) -> None:
+        """Undo `expire`: somebody goes on from this version."""
+        version.expired = False
+
+    def _forget_expired(self, version: Version) -> None:
+        if version.expired and version.refs == 1:
+            self.expirations += 1
+            self._forget_version(version)
+
     def _forget_version(self, version: Version) -> None:
+        """Free what a version owns; expired ancestors that only it needed go too."""
+        self._free(version)
+        while (parent := version.parent) is not None:
+            self._unref_after_child(parent, version.touched)
+            if parent.refs > 1 or not parent.expired:
+                return
+            self.expirations += 1
+            self._free(parent)
+            version = parent
+
+    def _free(self, version: Version) -> None:
         del self.evictable[version]
         del self.versions[version.id]
         version.refs = 0
         if version.page is not None:
+            self.own_pages -= 1
             self.pages.free(version.page)
         if version.owns_base and version.base is not None:
             self.bases.free(version.base)
-        if version.parent is not None:
-            self._unref_after_child(version.parent, version.touched)
 
     def _forget_tail(self, memo: TailMemo) -> None:
         self.evictable.pop(memo, None)
@@ -166,10 +209,11 @@ class StateIndex:
         self.tails -= 1
         self.unref_tail(memo.tail)
         self._unref_after_child(memo.version, memo.touched)
+        self._forget_expired(memo.version)
 
     def _unref_after_child(self, version: Version, touched: int) -> None:
         """Give back a dropped child's reference: the parent is not younger by that."""
-        self.unref(version)
+        self._unref(version)
         if version in self.evictable and version.touched <= touched:
             self.evictable.move_to_end(version, last=False)
 

@@ -27,6 +27,9 @@ def audit(index: StateIndex, owners: Iterable[OwnerState], pins: PinTable) -> No
 
 
 def _audit_versions(index: StateIndex, owners: list[OwnerState], pins: PinTable) -> None:
+    own_pages = sum(version.page is not None for version in index.versions.values())
+    if own_pages != index.own_pages:
+        raise IntegrityError(f"{own_pages} versions own a page, {index.own_pages} counted")
     refs: Counter[Version] = Counter(index.versions.values())
     refs.update(state.version for state in owners)
     refs.update(version for version, _ in pins.held())
@@ -37,6 +40,8 @@ def _audit_versions(index: StateIndex, owners: list[OwnerState], pins: PinTable)
             raise IntegrityError(f"{version!r} is held {count} times and not indexed")
         if version.refs != count:
             raise IntegrityError(f"{version!r} counts {version.refs} references, holders {count}")
+        if version.expired and count == 1:
+            raise IntegrityError(f"{version!r} is expired and nothing needs it")
         if (count == 1) != (version in index.evictable):
             raise IntegrityError(f"{version!r} with {count} holders is filed wrongly for eviction")
         _audit_reading(version)

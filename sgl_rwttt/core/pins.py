@@ -54,6 +54,7 @@ class PinTable:
             self._index.publish(
                 Version(root, version.number, version, None, version.base, version.pages)
             )
+        self._index.renew(self._index.versions[root])
         self._index.ref(self._index.versions[root])
         self._owners_of[root] = owners | {owner}
         return root
@@ -134,12 +135,17 @@ class PinTable:
     def held(self) -> Iterator[tuple[Version, TailMemo | None]]:
         """Everything held here, once per reference."""
         yield self._default, None
+        for _, _, version, memo in self.held_by():
+            yield version, memo
+
+    def held_by(self) -> Iterator[tuple[str, str | None, Version, TailMemo | None]]:
+        """(owner, name, version, tail) of every root (name None) and pin; not the default root."""
         for root, owners in self._owners_of.items():
-            for _ in owners:
-                yield self._index.versions[root], None
-        for named in self._pins.values():
-            for pin in named.values():
-                yield pin.version, pin.memo
+            for owner in owners:
+                yield owner, None, self._index.versions[root], None
+        for owner, named in self._pins.items():
+            for name, pin in named.items():
+                yield owner, name, pin.version, pin.memo
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -147,10 +153,12 @@ class PinTable:
         return len(self._owners_of), sum(len(named) for named in self._pins.values())
 
     def _let_go_root(self, owner: str, root: bytes) -> None:
+        version = self._index.versions[root]
         self._owners_of[root].discard(owner)
         if not self._owners_of[root]:
             del self._owners_of[root]
-        self._index.unref(self._index.versions[root])
+            self._index.expire(version)  # nobody can match a closed root
+        self._index.unref(version)
 
     def _let_go(self, pin: Pin) -> None:
         if pin.memo is not None:

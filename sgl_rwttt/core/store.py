@@ -1,7 +1,7 @@
 """The store of read-write state: who owns which version, and how a version comes to be."""
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 
 from sgl_rwttt.core.candidate import Candidate
@@ -14,6 +14,7 @@ from sgl_rwttt.core.errors import (
     StaleVersion,
     WriteFailed,
 )
+from sgl_rwttt.core.holdings import Holding, counts, holdings
 from sgl_rwttt.core.index import StateIndex
 from sgl_rwttt.core.integrity import audit
 from sgl_rwttt.core.lineage import clock_after, count_writes, encode, pack
@@ -21,6 +22,7 @@ from sgl_rwttt.core.matching import match_chain
 from sgl_rwttt.core.owners import OwnerState
 from sgl_rwttt.core.pins import PinTable
 from sgl_rwttt.core.slots import SlotPool
+from sgl_rwttt.core.snapshots import SnapshotPath
 from sgl_rwttt.core.spans import ModeSpans
 from sgl_rwttt.core.versions import Match, StateView, Version
 from sgl_rwttt.core.writes import WritePath
@@ -52,6 +54,7 @@ class TTTStateStore:
         self._bases = bases
         self._index = StateIndex(pages, bases)
         self._pins = PinTable(self._index, root)
+        self.snapshots = SnapshotPath(self._index, self._pins, root)
         self._writes = WritePath(self._index, chunk, fold_pages, copy_rows, self._bases_in_use)
         self._owners: dict[tuple[str, str], OwnerState] = {}
         self._generations = count(1)
@@ -115,6 +118,7 @@ class TTTStateStore:
         try:
             if memo is not None:
                 state.tail = self._writes.copied_tail(state, memo.tail.page, match.rows)
+            self._index.renew(version)
         except BaseException:
             self._index.unref(version)
             raise
@@ -240,6 +244,12 @@ class TTTStateStore:
 
     # memory
 
+    def expire(self, version_id: bytes) -> None:
+        """See `StateIndex.expire`; an id that is not retained is ignored."""
+        version = self._index.versions.get(version_id)
+        if version is not None:
+            self._index.expire(version)
+
     def ensure_pages(self, n: int, bases: int = 0) -> bool:
         """Evict memos until `n` pages (and `bases` bases) are free; False when impossible."""
         return self._index.ensure(n, bases)
@@ -251,24 +261,14 @@ class TTTStateStore:
             dropped += 1
         return dropped
 
+    def holdings(self, owners: Iterable[str]) -> dict[str, Holding]:
+        """What each of these owners holds: branches, roots, pins and their slots."""
+        return holdings(owners, self._owners.values(), self._pins)
+
     def stats(self) -> dict[str, int]:
         """Counts for reports and metrics."""
-        roots, pins = self._pins.counts
-        numbers = {
-            "owners": len(self._owners),
-            "versions": len(self._index.versions),
-            "memos": len(self._index.evictable),
-            "tails": self._index.tails,
-            "roots": roots,
-            "pins": pins,
-            "forks": self._forks,
-            "evictions": self._index.evictions,
-        }
-        for pool, name in ((self._pages, "pages"), (self._bases, "bases")):
-            numbers[f"{name}_free"] = pool.available
-            numbers[f"{name}_live"] = pool.live
-            numbers[f"{name}_total"] = pool.total
-        return numbers | self._writes.counters
+        own = {"owners": len(self._owners), "forks": self._forks}
+        return own | counts(self._index, self._pins) | self._writes.counters
 
     def check_integrity(self) -> None:
         """Recount all references and both ledgers; raises IntegrityError with the numbers."""

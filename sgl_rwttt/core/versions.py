@@ -13,6 +13,7 @@ class Version:
 
     __slots__ = (
         "base",
+        "expired",
         "id",
         "memos",
         "number",
@@ -43,6 +44,7 @@ class Version:
         self.owns_base = owns_base
         self.refs = 0  # index 1, each live owner 1, each pin and root 1, each child, each memo
         self.touched = 0  # the store's clock at the last match
+        self.expired = False  # goes as soon as the index's reference is the only one
         self.memos: list[TailMemo] = []  # retained tails after this boundary, sorted by key
 
     def __repr__(self) -> str:

@@ -12,6 +12,7 @@ from sgl_rwttt.core.errors import (
     StateCapacity,
     WriteFailed,
 )
+from sgl_rwttt.core.faults import reach
 from sgl_rwttt.core.index import StateIndex
 from sgl_rwttt.core.lineage import Boundary, encode
 from sgl_rwttt.core.owners import OwnerState
@@ -52,6 +53,7 @@ class WritePath:
     ) -> Candidate:
         """See `TTTStateStore.begin_write`; `state` is live and idle."""
         runs = _runs(state, tokens, modes)
+        reach("write.begin", owner=state.owner, branch=state.branch)
         writes = sum([len(codes) for codes, mode in runs if mode is Effect.WRITE])
         completed, left, in_place, fresh = self.layout(state, writes, len(tokens))
         self._reserve(state, fresh)
@@ -65,6 +67,7 @@ class WritePath:
                 parts = (self._single_part(candidate, len(tokens), writes > 0),)
             else:
                 parts = self._walk(candidate, in_place, len(tokens))
+            reach("publish.allocated", owner=state.owner, branch=state.branch)
         except BaseException:
             self._give_back(candidate)
             raise
@@ -119,12 +122,15 @@ class WritePath:
         Raises StateCapacity or what `copy_rows` raises, with the page given back.
         """
         self._reserve(state, 1)
-        return Tail(self._copied_page(state.version.pages, page, rows), rows)
+        return Tail(self._copied_page(state, page, rows), rows)
 
-    def _copied_page(self, pages: tuple[int, ...], source: int, rows: int) -> int:
+    def _copied_page(self, state: OwnerState, source: int, rows: int) -> int:
+        pages = state.version.pages
         page = self._index.pages.alloc(pages[-1] if pages else None)
         try:
+            reach("publish.allocated", owner=state.owner, branch=state.branch)
             self._copy_rows(source, page, rows)
+            reach("publish.copied", owner=state.owner, branch=state.branch)
         except BaseException:
             self._index.pages.free(page)
             raise
@@ -165,7 +171,7 @@ class WritePath:
         if tail is not None and in_place:
             walk.open_page(tail.page, in_place=True)
         elif tail is not None:
-            page = self._copied_page(walk.pages, tail.page, tail.rows)
+            page = self._copied_page(candidate.state, tail.page, tail.rows)
             candidate.pages.append(page)
             walk.open_page(page, in_place=False)
         offset = 0
@@ -197,6 +203,7 @@ class WritePath:
             if block.base is not None:
                 index.bases.free(block.base)
             index.touch(known)
+            index.renew(known)
             self.counters["adoptions"] += 1
             return known
         if block.base is not None:

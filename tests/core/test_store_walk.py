@@ -191,6 +191,10 @@ class Walk:
         able = self.lab.store.ensure_pages(wanted, self.random.randint(0, 1))
         assert not able or self.lab.pages.available >= wanted
 
+    def expire(self) -> None:
+        versions = self.lab.store._index.versions
+        self.lab.store.expire(self.random.choice(list(versions)))
+
     def flush(self) -> None:
         self.lab.store.flush()
         assert self.lab.store.stats()["memos"] == 0
@@ -224,6 +228,7 @@ class Walk:
             self.open_root: 0.5,
             self.release_owner: 0.4,
             self.press: 0.3,
+            self.expire: 3,
             self.flush: 0.1,
         }
         moves = self.random.choices(list(table), list(table.values()), k=operations)
@@ -274,7 +279,8 @@ def test_walk_reaches_every_path():
     walk = Walk(7, pages=24, bases=3, chunk=3, fold_pages=2)
     walk.run(2000)
     stats = walk.lab.store.stats()
-    for name in ("commits", "adoptions", "folds", "forks", "drops", "copies", "evictions"):
+    counted = ("commits", "adoptions", "folds", "forks", "drops", "copies", "evictions")
+    for name in (*counted, "expirations"):
         assert stats[name] > 2, (name, stats)
     for name in ("tail resumed", "create refused", "begin refused"):
         assert walk.done[name] > 2, (name, walk.done)
