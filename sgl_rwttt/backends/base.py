@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
+    from sgl_rwttt.backends.page_pools import Readable
     from sgl_rwttt.core.segment import Segment
 
 Plan = TypeVar("Plan")
@@ -51,6 +53,23 @@ class StateBackend(Protocol[Plan]):
 
     def finish_step(self, plan: Plan) -> list[bool]:
         """Run the deferred writes; per segment, whether its candidate may be committed."""
+        ...
+
+    def layout(self, pages: int, base: bool) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of each tensor that ``export`` returns for so many pages and a base."""
+        ...
+
+    def export(self, version: Readable) -> dict[str, Tensor]:
+        """Copies of all numbers that reading a version takes, contiguous."""
+        ...
+
+    def restore(
+        self, tensors: Mapping[str, Tensor], base: int | None, pages: Sequence[int]
+    ) -> None:
+        """Put what ``export`` returned into a base and the last ``len(pages)`` pages.
+
+        Raises ValueError, changing nothing, for tensors that do not fit.
+        """
         ...
 
     def copy_rows(self, src: int, dst: int, rows: int) -> None:

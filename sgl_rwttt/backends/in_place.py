@@ -19,6 +19,7 @@ from torch import Tensor
 from sgl_rwttt.backends.in_place_config import InPlaceConfig
 from sgl_rwttt.backends.in_place_plan import Block, StepPlan, plan_step, read_parts
 from sgl_rwttt.backends.page_pools import PagePools, all_finite
+from sgl_rwttt.core.faults import reach
 from sgl_rwttt.kernels import kernel
 from sgl_rwttt.kernels.apply_state.plan import ReadPart, ReadPlan, plan_read
 
@@ -45,13 +46,16 @@ class InPlaceBackend(PagePools):
     ) -> None:
         """Allocate the pools (see ``PagePools``); ``set_weights`` has to follow for every layer."""
         super().__init__(config, pages, bases, device, dtype)
+        self.write_group: int | None = None  # largest BoundaryUpdate batch; None = the step's
         self._weights: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._read_cache: tuple[tuple[tuple[ReadPart, ...], ...], ReadPlan] = ((), ())
+        nothing = plan_read((), config.chunk, self.device)
+        self._read_cache: tuple[tuple[tuple[ReadPart, ...], ...], ReadPlan] = ((), nothing)
         kind = self.device.type
         self._apply = kernel("apply_state", kind)
         self._append = kernel("tail_append", kind)
         self._boundary = kernel("boundary_update", kind)
         self._fold = kernel("dense_update", kind)
+        self._commit = kernel("selective_commit", kind)
 
     def report(self) -> dict[str, Any]:
         """Sizes and rule, plain values for a status page."""
@@ -107,8 +111,9 @@ class InPlaceBackend(PagePools):
         """Append h [N, d_ff] and target [N, d], write inner blocks, read. Returns [N, d] float32.
 
         Chunks completed before their segment's end get their V here, in pages that only the
-        candidate knows; ``finish_step`` judges them. Rows of no segment get zeros. The result is
-        the caller's. Raises RuntimeError when ``slot`` ran already in this plan.
+        candidate knows; ``finish_step`` judges them, and refuses those whose computation raised
+        twice. Rows of no segment get zeros. The result is the caller's. Raises RuntimeError when
+        ``slot`` ran already in this plan.
         """
         self._check_slot(slot)
         if slot in plan.layers_done or plan.finished:
@@ -118,7 +123,7 @@ class InPlaceBackend(PagePools):
         h = h.to(self.dtype)
         self._append(h, target, H, V, plan.append)
         if plan.inner:
-            self._write(slot, plan.inner_pages, self._candidate(slot, plan.inner_pages))
+            self._write_inner(plan, slot)
         for fold in plan.inner_folds:
             self._fold(D, fold.src, fold.dst, fold.runs, H, V)
         out = torch.zeros(h.shape[0], self.config.d_model, device=h.device)
@@ -140,9 +145,9 @@ class InPlaceBackend(PagePools):
             reason = f"layer slots {sorted(missing)} did not run" if missing else "it ran already"
             raise RuntimeError(f"cannot finish the step: {reason}")
         plan.finished = True
-        failed = self._failed_inner(plan.inner)
+        failed = set(plan.failed) | self._failed_inner(plan.inner)
         deferred = [block for block in plan.deferred if block.segment not in failed]
-        failed |= {block.segment for block in set(deferred) - self._write_deferred(deferred)}
+        failed |= {b.segment for b in set(deferred) - self._write_deferred(plan, deferred)}
         for fold in plan.deferred_folds:
             if fold.segment not in failed:
                 for H, V, D in zip(self.H, self.V, self.D, strict=True):
@@ -156,30 +161,65 @@ class InPlaceBackend(PagePools):
         checks = zip(self.finite(self.H, pages), self.finite(self.V, pages), strict=True)
         return {b.segment for b, ok in zip(blocks, checks, strict=True) if not all(ok)}
 
-    def _write_deferred(self, blocks: Sequence[Block]) -> set[Block]:
-        """Write V of ``blocks`` in one batch, then each failing one alone; return those written."""
-        written = self._write_group(blocks)
-        for block in blocks:
-            if block not in written:
+    def _write_inner(self, plan: StepPlan, slot: int) -> None:
+        """Write V of the inner blocks of one layer; after an exception, of each one alone."""
+        try:
+            self._write_pages(slot, plan.inner, plan.inner_pages)
+            return
+        except RuntimeError as error:
+            self._note_retry(plan, plan.inner, error)
+        for index, block in enumerate(plan.inner):
+            try:
+                self._write_pages(slot, (block,), plan.inner_pages[index : index + 1])
+            except RuntimeError as error:
+                plan.failed[block.segment] = repr(error)
+
+    def _write_pages(self, slot: int, blocks: Sequence[Block], pages: Tensor) -> None:
+        reach("write.batch", pages=[block.page for block in blocks])
+        values = self._candidate(slot, pages)
+        _reach_candidates(values, blocks)
+        self._write(slot, pages, values)
+
+    def _write_deferred(self, plan: StepPlan, blocks: Sequence[Block]) -> set[Block]:
+        """Write V of ``blocks`` in groups, then each failing one alone; return those written."""
+        size = self.write_group or max(1, len(blocks))
+        written: set[Block] = set()
+        raised: RuntimeError | None = None
+        for first in range(0, len(blocks), size):
+            try:
+                written |= self._write_group(blocks[first : first + size])
+            except RuntimeError as error:
+                raised = error
+        again = [block for block in blocks if block not in written]
+        if again:
+            self._note_retry(plan, again, raised)
+        for block in again:
+            try:
                 written |= self._write_group([block])
+            except RuntimeError as error:
+                plan.failed[block.segment] = repr(error)
         return written
 
     def _write_group(self, blocks: Sequence[Block]) -> set[Block]:
         """Compute V of ``blocks`` aside, then write it for those that are finite in all layers."""
-        if not blocks:
-            return set()
+        reach("write.batch", pages=[block.page for block in blocks])
         pages = torch.tensor([block.page for block in blocks], device=self.device)
         depth = range(len(self.config.layers))
-        try:
-            values = torch.stack([self._candidate(slot, pages) for slot in depth])
-        except RuntimeError:
-            _log.exception("the BoundaryUpdate of %d blocks failed", len(blocks))
-            return set()
+        values = torch.stack([self._candidate(slot, pages) for slot in depth])
+        _reach_candidates(values, blocks)
         h_finite = torch.tensor(self.finite(self.H, [b.page for b in blocks]), device=self.device)
         good = all_finite(values) & h_finite
+        order = torch.arange(len(blocks), device=self.device)
         for slot in depth:
-            self._write(slot, pages[good], values[slot, good])
+            self._commit(values[slot], self._by_page(self.V[slot]), order, pages, good)
         return {block for block, ok in zip(blocks, good.tolist(), strict=True) if ok}
+
+    def _note_retry(
+        self, plan: StepPlan, blocks: Sequence[Block], error: RuntimeError | None
+    ) -> None:
+        plan.retried += len(blocks)
+        reason = "not finite" if error is None else repr(error)
+        _log.warning("ttt_write_retried blocks=%d reason=%s", len(blocks), reason, exc_info=error)
 
     def _candidate(self, slot: int, pages: Tensor) -> Tensor:
         """V [G, C, d] float32 of complete pages, from the targets they hold."""
@@ -194,3 +234,8 @@ class InPlaceBackend(PagePools):
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < len(self.config.layers):
             raise ValueError(f"layer slot {slot}; there are {len(self.config.layers)}")
+
+
+def _reach_candidates(values: Tensor, blocks: Sequence[Block]) -> None:
+    for index, block in enumerate(blocks):
+        reach("write.candidate", values=values, index=index, page=block.page)

@@ -46,6 +46,8 @@ class StepPlan:
     layers_done: set[int] = field(default_factory=set)
     finished: bool = False
     written: set[Block] = field(default_factory=set)  # blocks whose V stands, all layers
+    retried: int = 0  # blocks that were computed once more, each alone
+    failed: dict[int, str] = field(default_factory=dict)  # segment -> what its write raised twice
 
     def written_pages(self, segment: int) -> tuple[int, ...]:
         """Pages that ``finish_step`` found complete and finite, in order, for one segment."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -104,14 +104,64 @@ class PagePools:
             total += V[first:end].float().T @ H[first:end].float()
         return total
 
+    def layout(self, pages: int, base: bool) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of each tensor that `export` returns for so many pages and a base."""
+        c = self.config
+        depth, rows = len(c.layers), pages * c.chunk
+        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        if base:
+            found["D"] = torch.float32, (depth, c.d_model, c.d_ff)
+        if pages:
+            found["H"] = self.dtype, (depth, rows, c.d_ff)
+            found["V"] = self.dtype, (depth, rows, c.d_model)
+        return found
+
     def export(self, version: Readable) -> dict[str, Tensor]:
-        """Return copies of a version's H [L, R, d_ff], V [L, R, d] and, if any, D [L, d, d_ff]."""
-        chunk = self.config.chunk
-        rows = [page * chunk + i for page in version.pages for i in range(chunk)]
-        tensors = {"H": self.H[:, rows], "V": self.V[:, rows]}
+        """Return contiguous copies of a version's base, D [L, d, d_ff], and of its pages,
+        H [L, R, d_ff] and V [L, R, d], R = pages * C; what it has none of is left out.
+        """
+        tensors: dict[str, Tensor] = {}
         if version.base is not None:
-            tensors["D"] = self.D[:, version.base].clone()
+            tensors["D"] = self.D[:, version.base].clone(memory_format=torch.contiguous_format)
+        runs = page_runs(version.pages, self.config.chunk)
+        for name, pool in (("H", self.H), ("V", self.V)) if runs else ():
+            tensors[name] = torch.cat([pool[:, first:end] for first, end in runs], dim=1)
         return tensors
+
+    @torch.no_grad()
+    def restore(
+        self, tensors: Mapping[str, Tensor], base: int | None, pages: Sequence[int]
+    ) -> None:
+        """Put what `export` returned into a base (D, when `base` is given) and into pages.
+
+        `pages` take the last ``len(pages)`` pages of H and V. Tensors of another device are copied
+        to the pools'. Raises ValueError, changing nothing, for slots outside the pools or tensors
+        of another dtype or shape.
+        """
+        chunk = self.config.chunk
+        count = tensors["H"].shape[1] // chunk if "H" in tensors else 0
+        self._check_layout(tensors, count, base, pages)
+        if base is not None:
+            self.D[:, base] = tensors["D"].to(self.device)
+        at = (count - len(pages)) * chunk
+        for first, end in page_runs(pages, chunk):
+            for pool, rows in ((self.H, tensors["H"]), (self.V, tensors["V"])):
+                pool[:, first:end] = rows[:, at : at + end - first].to(self.device)
+            at += end - first
+
+    def _check_layout(
+        self, tensors: Mapping[str, Tensor], count: int, base: int | None, pages: Sequence[int]
+    ) -> None:
+        in_pool = base is None or 0 < base < self.bases
+        if not in_pool or not all(0 < page < self.pages for page in pages):
+            raise ValueError(f"cannot fill base {base} and pages {list(pages)}")
+        if len(pages) > count:
+            raise ValueError(f"{count} pages cannot fill {len(pages)}")
+        for name, (dtype, shape) in self.layout(count, base is not None).items():
+            given = tensors.get(name)
+            if given is None or given.dtype != dtype or tuple(given.shape) != shape:
+                found = None if given is None else (given.dtype, tuple(given.shape))
+                raise ValueError(f"{name} is {found}, not {(dtype, shape)}")
 
     def tail(self, page: int, rows: int, slot: int) -> tuple[Tensor, Tensor]:
         """Return copies of an open page's evidence at a layer slot: h rows, target rows."""

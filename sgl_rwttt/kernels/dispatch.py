@@ -1,31 +1,61 @@
-"""Which implementation of a state operation runs on which kind of device."""
+"""Which implementation of a state operation runs: one rule for all of them.
+
+CUDA tensors go to Triton, all others to torch. With TRITON_INTERPRET=1 in the environment, set
+before Triton is imported, everything goes to Triton, whose interpreter then runs the kernels on
+the CPU. Attention is the exception: it exists for the CPU alone, in torch.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from typing import Any
 
-# operation -> device kind -> module; "any" serves every device without an entry of its own.
-_MODULES: dict[str, dict[str, str]] = {
-    "apply_state": {"any": "sgl_rwttt.kernels.apply_state.torch_impl"},
-    "boundary_update": {"any": "sgl_rwttt.kernels.boundary_update.torch_impl"},
-    "dense_update": {"any": "sgl_rwttt.kernels.dense_update.torch_impl"},
-    "tail_append": {"any": "sgl_rwttt.kernels.tail_append.torch_impl"},
+# operation -> its folder, which holds naive.py, torch_impl.py and triton_impl.py
+_FOLDERS: dict[str, str] = {
+    "apply_state": "apply_state",
+    "boundary_update": "boundary_update",
+    "checkpoint_read": "checkpoint",
+    "checkpoint_write": "checkpoint",
+    "decode_attention": "decode_attention",
+    "dense_update": "dense_update",
+    "extend_attention": "extend_attention",
+    "lora_apply": "lora_apply",
+    "selective_commit": "selective_commit",
+    "tail_append": "tail_append",
 }
+_TORCH_ONLY = frozenset({"decode_attention", "extend_attention"})
 
 
-@cache
 def kernel(operation: str, device_type: str = "cpu") -> Callable[..., Any]:
     """Return the function ``operation`` for ``device_type`` ("cpu", "cuda", ...).
 
-    Raises ValueError for an operation that does not exist. Modules are imported on first use.
+    Raises ValueError for an operation that does not exist. Modules are imported on first use, so
+    that Triton is needed only where it runs.
     """
-    modules = _MODULES.get(operation)
-    if modules is None:
-        known = ", ".join(sorted(_MODULES))
+    language = "torch" if operation in _TORCH_ONLY else implementation(device_type)
+    return _function(operation, language)
+
+
+def operations() -> tuple[str, ...]:
+    """The names that ``kernel`` knows."""
+    return tuple(_FOLDERS)
+
+
+def implementation(device_type: str) -> str:
+    """The rule: "triton" or "torch"."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return "triton" if device_type == "cuda" or interpreted else "torch"
+
+
+@cache
+def _function(operation: str, language: str) -> Callable[..., Any]:
+    folder = _FOLDERS.get(operation)
+    if folder is None:
+        known = ", ".join(sorted(_FOLDERS))
         raise ValueError(f"no state kernel named {operation!r}; there are {known}")
-    module = import_module(modules.get(device_type, modules["any"]))
+    module = import_module(f"sgl_rwttt.kernels.{folder}.{language}_impl")
     function: Callable[..., Any] = getattr(module, operation)
     return function

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+
+T = TypeVar("T")
 
 
 class ReadPart(NamedTuple):
@@ -19,16 +20,29 @@ class ReadPart(NamedTuple):
     pages: tuple[int, ...]  # committed pages since the base, oldest first
 
 
-@dataclass(frozen=True, slots=True)
-class ReadGroup:
+class ReadGroup(NamedTuple):
     """One set of batch rows and everything that exactly these rows read."""
 
-    rows: slice | Tensor  # a slice where the rows are contiguous, else an int64 index tensor
+    rows: tuple[tuple[int, int], ...]  # [first, end) batch rows, ascending
     bases: tuple[int, ...]  # base slots
     runs: tuple[tuple[int, int], ...]  # [first, end) rows of the page pools
 
 
-ReadPlan = tuple[ReadGroup, ...]
+@dataclass(frozen=True, eq=False)
+class ReadPlan:
+    """What one forward pass reads: valid for every layer, and as long as nothing in it changes."""
+
+    groups: tuple[ReadGroup, ...]
+    chunk: int  # rows per page
+    device: torch.device
+    _prepared: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def prepared(self, build: Callable[[ReadPlan], T]) -> T:
+        """Return ``build(self)``, made on the first call: the tables of one implementation."""
+        if build not in self._prepared:
+            self._prepared[build] = build(self)
+        result: T = self._prepared[build]
+        return result
 
 
 @dataclass(slots=True)
@@ -48,11 +62,26 @@ def plan_read(segments: Sequence[Sequence[ReadPart]], chunk: int, device: torch.
     """
     live = [parts for segment in segments if (parts := [part for part in segment if part.rows])]
     common = [_common(parts) for parts in live]
-    plan = list(_merged(common, chunk, device))
+    groups = list(_merged(common, chunk))
     for parts, part in zip(live, common, strict=True):
         if len(parts) > 1:
-            plan += _nested(parts, part.base, len(part.pages), chunk)
-    return tuple(plan)
+            groups += _nested(parts, part.base, len(part.pages), chunk)
+    return ReadPlan(tuple(groups), chunk, device)
+
+
+def levels(groups: Iterable[ReadGroup]) -> list[int]:
+    """Per group, how many earlier groups have to be added before it, because they share rows.
+
+    Groups of one level have disjoint rows, and adding level by level keeps each row's order.
+    """
+    deepest: dict[int, int] = {}
+    result = []
+    for group in groups:
+        rows = [row for first, end in group.rows for row in range(first, end)]
+        level = 1 + max((deepest.get(row, -1) for row in rows), default=-1)
+        deepest.update(dict.fromkeys(rows, level))
+        result.append(level)
+    return result
 
 
 def _common(parts: Sequence[ReadPart]) -> ReadPart:
@@ -78,12 +107,12 @@ def _nested(
         bases = () if part.base is None or part.base == base else (part.base,)
         runs = merge_ranges((page * chunk, (page + 1) * chunk) for page in part.pages[skip:])
         if bases or runs:
-            yield ReadGroup(slice(part.start, part.start + part.rows), bases, tuple(runs))
+            yield ReadGroup(((part.start, part.start + part.rows),), bases, tuple(runs))
         if len(side) > 1:
             yield from _nested(side, part.base, len(part.pages), chunk)
 
 
-def _merged(parts: Sequence[ReadPart], chunk: int, device: torch.device) -> Iterator[ReadGroup]:
+def _merged(parts: Sequence[ReadPart], chunk: int) -> Iterator[ReadGroup]:
     bases, pages = _readers(parts)
     drafts: dict[int, _Draft] = {}
     for slot, mask in bases.items():
@@ -92,7 +121,7 @@ def _merged(parts: Sequence[ReadPart], chunk: int, device: torch.device) -> Iter
         run = (first * chunk, (first + count) * chunk)
         drafts.setdefault(mask, _Draft()).runs.append(run)
     for mask, draft in drafts.items():
-        yield ReadGroup(_rows(parts, mask, device), tuple(draft.bases), tuple(draft.runs))
+        yield ReadGroup(_rows(parts, mask), tuple(draft.bases), tuple(draft.runs))
 
 
 def _readers(parts: Sequence[ReadPart]) -> tuple[dict[int, int], dict[int, int]]:
@@ -127,16 +156,9 @@ def _runs(parts: Sequence[ReadPart], readers: dict[int, int]) -> Iterator[tuple[
             yield run
 
 
-def _rows(parts: Sequence[ReadPart], mask: int, device: torch.device) -> slice | Tensor:
-    ranges = merge_ranges(
-        (part.start, part.start + part.rows)
-        for index, part in enumerate(parts)
-        if mask >> index & 1
-    )
-    if len(ranges) == 1:
-        return slice(*ranges[0])
-    rows = [row for first, end in ranges for row in range(first, end)]
-    return torch.tensor(rows, dtype=torch.int64, device=device)
+def _rows(parts: Sequence[ReadPart], mask: int) -> tuple[tuple[int, int], ...]:
+    readers = sorted(part for index, part in enumerate(parts) if mask >> index & 1)
+    return tuple(merge_ranges((part.start, part.start + part.rows) for part in readers))
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -1,0 +1,57 @@
+"""Decode attention from a plan, with torch's CPU flash attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sgl_rwttt.kernels.attention import Scratch, attend, merge
+from sgl_rwttt.kernels.decode_attention.plan import DecodePlan, OwnRead, SharedRead
+
+
+def decode_attention(
+    q: Tensor, K: Tensor, V: Tensor, plan: DecodePlan, scale: float, scratch: Scratch
+) -> Tensor:
+    """Return [rows, Hq, D]: each row of q [rows, Hq, D] attends to the slots that ``plan`` names.
+
+    K and V are pools [slots, Hk, D] in q's dtype, contiguous; Hk divides Hq, and query heads
+    ``h * Hq / Hk`` and following use KV head h. Only slots named in the plan are read, so free
+    slots may hold anything. A row without slots gives zeros. Modifies only ``scratch``.
+    """
+    grouped = q.view(q.shape[0], K.shape[1], -1, q.shape[2])
+    out = torch.zeros_like(grouped)
+    lse = torch.empty(grouped.shape[:3]) if plan.shared else None
+    for own in plan.own:
+        part, part_lse = _own(grouped[own.rows], K, V, own, scale, scratch)
+        out[own.rows] = part
+        if lse is not None:
+            lse[own.rows] = part_lse
+    if lse is not None:
+        for shared in plan.shared:
+            part, part_lse = _shared(grouped[shared.rows], K, V, shared, scale, scratch)
+            rows = shared.rows
+            out[rows] = merge(out[rows], lse[rows], part, part_lse)
+    return out.view(q.shape)
+
+
+def _own(
+    q: Tensor, K: Tensor, V: Tensor, read: OwnRead, scale: float, scratch: Scratch
+) -> tuple[Tensor, Tensor]:
+    """The heads of a group are the rows of one product, so K and V are not repeated."""
+    k = scratch.read(0, K, read.slots).view(-1, read.width, *K.shape[1:])
+    v = scratch.read(1, V, read.slots).view(-1, read.width, *V.shape[1:])
+    return attend(q, k.transpose(1, 2), v.transpose(1, 2), scale, mask=read.mask)
+
+
+def _shared(
+    q: Tensor, K: Tensor, V: Tensor, read: SharedRead, scale: float, scratch: Scratch
+) -> tuple[Tensor, Tensor]:
+    """All rows' heads of a group are the rows of one product."""
+    rows, heads, group, size = q.shape
+    k, v = scratch.read(0, K, read.slots), scratch.read(1, V, read.slots)
+    stacked = q.transpose(0, 1).reshape(1, heads, rows * group, size)
+    out, lse = attend(stacked, k.transpose(0, 1)[None], v.transpose(0, 1)[None], scale)
+    return (
+        out.reshape(heads, rows, group, size).transpose(0, 1),
+        lse.reshape(heads, rows, group).transpose(0, 1),
+    )

@@ -1,0 +1,209 @@
+"""Decode and prefill attention over a pool of KV slots against one head at a time in float64."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sgl_rwttt.kernels import kernel
+from sgl_rwttt.kernels.attention import Scratch, as_run
+from sgl_rwttt.kernels.decode_attention import naive, plan
+from sgl_rwttt.kernels.decode_attention.plan import DecodePlan, plan_decode
+from sgl_rwttt.kernels.extend_attention import naive as naive_extend
+from tests.assert_close import assert_close
+
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 6e-3}
+HEADS = {"mha": (4, 4), "gqa": (9, 3), "gqa wide": (8, 2), "mqa": (6, 1), "one": (1, 1)}
+LENGTHS = {
+    "one token": [1],
+    "one row": [70],
+    "all lengths": list(range(1, 71)),
+    "equal": [33] * 4,
+    "empty row": [5, 0, 9],
+    "nothing": [0, 0],
+    "batch 17": [(7 * i) % 41 + 1 for i in range(17)],
+}
+LAYOUTS = ("contiguous", "interleaved", "permuted", "scattered")
+
+
+def table_of(layout: str, lengths: Sequence[int], seed: int = 0) -> Tensor:
+    """[rows, longest] slots; what lies past a row's end are slots of nobody (or of others)."""
+    shuffle = random.Random(seed)
+    total, longest = sum(lengths), max(lengths)
+    free = list(range(1, total + longest + 2))
+    if layout == "scattered":
+        shuffle.shuffle(free)
+    order = list(range(len(lengths)))
+    if layout == "permuted":
+        shuffle.shuffle(order)
+    rows: list[list[int]] = [[] for _ in lengths]
+    if layout == "interleaved":
+        for step in range(longest):
+            for row in order:
+                if step < lengths[row]:
+                    rows[row].append(free.pop(0))
+    else:
+        for row in order:
+            rows[row] = [free.pop(0) for _ in range(lengths[row])]
+    padded = [row + shuffle.sample(free, longest - len(row)) for row in rows]
+    return torch.tensor(padded, dtype=torch.int64)
+
+
+def pools(slots: Tensor, lengths: Sequence[int], heads: int, size: int) -> tuple[Tensor, Tensor]:
+    """K and V in which every slot that no row owns is NaN."""
+    count = int(slots.max()) + 4 if slots.numel() else 4
+    K, V = torch.full((2, count, heads, size), torch.nan)
+    used = torch.cat([slots[row, :length] for row, length in enumerate(lengths)]).unique()
+    K[used], V[used] = torch.randn(2, len(used), heads, size)
+    return K, V
+
+
+def check(
+    slots: Tensor,
+    lengths: Sequence[int],
+    heads: tuple[int, int] = (9, 3),
+    size: int = 64,
+    dtype: torch.dtype = torch.float32,
+) -> DecodePlan:
+    torch.manual_seed(0)
+    scale = 1 / math.sqrt(size)
+    K, V = (pool.to(dtype) for pool in pools(slots, lengths, heads[1], size))
+    q = torch.randn(len(lengths), heads[0], size).to(dtype)
+    expected = naive.decode_attention(q.double(), K.double(), V.double(), slots, lengths, scale)
+    made = plan_decode(slots, lengths, 2 * heads[1] * size * dtype.itemsize)
+    scratch = Scratch()
+    for _ in range(2):  # the second call finds the scratch of the first
+        out = kernel("decode_attention")(q, K, V, made, scale, scratch)
+        assert out.dtype == dtype
+        assert_close(out, expected, TOLERANCE[dtype])
+    return made
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits of the plan scaled down, so that short rows make several groups and share."""
+    monkeypatch.setattr(plan, "SCRATCH_BYTES", 40 * 1536)
+    monkeypatch.setattr(plan, "PADDING_BYTES", 8 * 1536)
+    monkeypatch.setattr(plan, "SHARED_BYTES", 1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_layouts(layout: str, lengths: list[int]) -> None:
+    """Guards: a row that reads another row's slots, its padding, or free memory."""
+    check(table_of(layout, lengths), lengths)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_layouts_in_several_calls(layout: str, lengths: list[int], eager: None) -> None:
+    """Guards: rows that change places when they are grouped by length."""
+    check(table_of(layout, lengths), lengths)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("size", [1, 7, 33, 64, 80, 128])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+def test_heads(heads: tuple[int, int], size: int, dtype: torch.dtype, eager: None) -> None:
+    """Guards: query heads paired with the wrong KV head, or a head size that is padded away."""
+    lengths = [19, 3, 70, 41]
+    slots = table_of("interleaved", lengths)
+    slots[1:, :2] = slots[0, :2]
+    check(slots, lengths, heads, size, dtype)
+
+
+@pytest.mark.parametrize("rows", range(1, 18))
+def test_batch_sizes(rows: int, eager: None) -> None:
+    """Guards: a batch size at which the last group is lost."""
+    lengths = [(11 * i) % 70 + 1 for i in range(rows)]
+    check(table_of("scattered", lengths), lengths)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("prefix", [1, 20, 39])
+@pytest.mark.parametrize("layout", ["contiguous", "scattered"])
+def test_siblings_read_their_prefix_once(
+    prefix: int, layout: str, dtype: torch.dtype, eager: None
+) -> None:
+    """Guards: a shared prefix counted twice, or for a row that does not have it."""
+    lengths = [40, 44, 60, 70, 9]
+    slots = table_of(layout, lengths)
+    for row in (2, 3):
+        slots[row, :prefix] = slots[0, :prefix]
+    made = check(slots, lengths, dtype=dtype)
+    (shared,) = made.shared
+    assert shared.rows.tolist() == [0, 2, 3]
+    assert isinstance(shared.slots, slice) == (layout == "contiguous" or prefix == 1)
+    assert made.own and sum(len(read.slots) // read.width for read in made.own) == 5
+
+
+def test_siblings_with_nothing_of_their_own(eager: None) -> None:
+    """Guards: rows on the very same slots, which leave nothing to read after the shared part."""
+    slots = torch.arange(1, 9).repeat(3, 1)
+    assert check(slots, [8, 8, 5]).shared[0].slots == slice(1, 5)
+    check(slots, [1, 1, 1])
+
+
+def test_a_short_prefix_is_not_worth_a_call() -> None:
+    """Guards: a call and a merge per layer to save a few kilobytes of reads."""
+    slots = torch.arange(1, 601).repeat(2, 1)
+    slots[1, 500:] += 1000
+    assert not plan_decode(slots[:, :60], [60, 60], 1536).shared
+    assert plan_decode(slots, [600, 600], 1536).shared[0].slots == slice(1, 501)
+
+
+def test_groups_stay_in_the_cache() -> None:
+    """Guards: one long row that makes every other as wide, and gathers larger than the cache."""
+    lengths = [2048, 17, 20, 2048, 300, 17]
+    made = plan_decode(table_of("contiguous", lengths), lengths, 1536)
+    widths = sorted((read.width, len(read.slots) // read.width) for read in made.own)
+    assert widths == [(20, 3), (300, 1), (2048, 1), (2048, 1)]
+    assert len(plan_decode(table_of("contiguous", [16] * 8), [16] * 8, 1536).own) == 1
+
+
+def test_random_steps(eager: None) -> None:
+    """Guards: a combination of siblings, lengths and layouts that no case above has."""
+    draw = random.Random(1)
+    for seed in range(40):
+        lengths = [draw.randint(0, 60) for _ in range(draw.randint(1, 17))]
+        lengths[0] = max(lengths[0], 1)
+        slots = table_of(draw.choice(LAYOUTS), lengths, seed)
+        for row in range(1, len(lengths)):
+            if draw.random() < 0.4:
+                from_row, count = draw.randrange(row), draw.randint(1, 40)
+                count = min(count, lengths[from_row], lengths[row])
+                slots[row, :count] = slots[from_row, :count]
+        check(slots, lengths, size=8)
+
+
+def test_consecutive_slots_are_a_slice() -> None:
+    """Guards: a permutation with the right first and last slot taken for a run."""
+    assert as_run(torch.tensor([4])) == slice(4, 5)
+    assert as_run(torch.tensor([4, 5, 6])) == slice(4, 7)
+    for slots in ([4, 6, 5, 7], [6, 5, 4], [4, 6], [4, 5, 5, 6]):
+        assert isinstance(as_run(torch.tensor(slots)), Tensor)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("new, prefix", [(1, 0), (1, 5), (37, 0), (37, 1), (8, 61), (70, 33)])
+@pytest.mark.parametrize("layout", ["contiguous", "scattered"])
+def test_extend(
+    layout: str, new: int, prefix: int, heads: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Guards: a new token that sees a later one, or a prefix that is read under the causal mask."""
+    torch.manual_seed(0)
+    slots = table_of(layout, [prefix])[0] if prefix else torch.zeros(0, dtype=torch.int64)
+    K, V = (pool.to(dtype) for pool in pools(slots[None], [prefix], heads[1], 33))
+    q, k, v = (torch.randn(new, count, 33).to(dtype) for count in (heads[0], heads[1], heads[1]))
+    before: Any = as_run(slots) if prefix else None
+    out = kernel("extend_attention")(q, k, v, K, V, before, 0.2, Scratch())
+    keys, values = torch.cat([K[slots], k]).double(), torch.cat([V[slots], v]).double()
+    expected = naive_extend.extend_attention(q.double(), keys, values, 0.2)
+    assert_close(out, expected, TOLERANCE[dtype])
