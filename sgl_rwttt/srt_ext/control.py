@@ -5,9 +5,31 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from sgl_rwttt.core import faults
 from sgl_rwttt.core.errors import InvalidStateRequest, StateError
 
-OPERATIONS = ("open", "close", "drop", "unpin", "release_root", "state", "info")
+from .arguments import pack, shown
+
+OPERATIONS = (
+    "open",
+    "close",
+    "drop",
+    "unpin",
+    "release_root",
+    "state",
+    "info",
+    "owners",
+    "owner",
+    "health",
+    "save",
+    "restore",
+    "snapshots",
+)
+
+
+def operations() -> tuple[str, ...]:
+    """The verbs of this process; ``fault`` only where failures may be injected."""
+    return (*OPERATIONS, "fault") if faults.allowed() else OPERATIONS
 
 
 async def control(tokenizer_manager: Any, op: str, args: dict[str, Any]) -> dict[str, Any]:
@@ -17,13 +39,19 @@ async def control(tokenizer_manager: Any, op: str, args: dict[str, Any]) -> dict
     """
     from .io import TTTControlReqInput
 
-    if op not in OPERATIONS:
-        raise InvalidStateRequest(f"unknown control verb {op!r}; known: {', '.join(OPERATIONS)}")
+    if op not in operations():
+        raise InvalidStateRequest(f"unknown verb {shown(op)}; known: {', '.join(operations())}")
+    packed = pack(args)
     tokenizer_manager.auto_create_handle_loop()
     replies = await tokenizer_manager.ttt_control_communicator(
-        TTTControlReqInput(op=op, args=json.dumps(args))
+        TTTControlReqInput(op=op, args=packed)
     )
     payload: dict[str, Any] = json.loads(replies[0].payload)
     if not replies[0].ok:
         raise StateError.from_wire(payload)
     return payload
+
+
+def serves_ttt(tokenizer_manager: Any) -> bool:
+    """Whether the checkpoint is one of ours."""
+    return bool(getattr(tokenizer_manager.model_config.hf_config, "ttt_mode", False))

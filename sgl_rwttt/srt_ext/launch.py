@@ -18,6 +18,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
+from .attention import CPU_ATTENTION
 from .refusals import RADIX_BACKEND
 
 CPU_KV_BYTES = 1 << 30  # KV pool of a CPU engine, unless max_total_tokens says otherwise
@@ -131,7 +132,9 @@ def _device_defaults(config: dict[str, Any], device: str) -> dict[str, Any]:
         if dtype == "float32":  # SGLang's "auto" would take float16
             defaults["dtype"] = "bfloat16"
         return defaults
-    defaults = {"device": "cpu", "attention_backend": "torch_native", "sleep_on_idle": True}
+    is_ours = config.get("ttt_mode") is True and not has_cuda()
+    attention = CPU_ATTENTION if is_ours else "torch_native"
+    defaults = {"device": "cpu", "attention_backend": attention, "sleep_on_idle": True}
     if dtype is not None:
         defaults["dtype"] = dtype
         tokens = _kv_tokens(config, dtype)

@@ -8,8 +8,9 @@ from typing import Any
 from sgl_rwttt.core.candidate import Candidate
 from sgl_rwttt.core.chain import ContextChain
 from sgl_rwttt.core.effects import Effect
-from sgl_rwttt.core.errors import OwnerReleased, StateError
+from sgl_rwttt.core.errors import OwnerReleased, StateError, WriteFailed
 from sgl_rwttt.core.owners import OwnerState
+from sgl_rwttt.core.retention import RetentionWindow
 from sgl_rwttt.core.spans import ModeSpans
 from sgl_rwttt.core.versions import Version
 
@@ -45,10 +46,12 @@ class RequestLineage:
         self.session = session
         self.pin = pin
         self.pinned = False  # whether ``pin`` is held in the store
+        self.starts: tuple[str, ...] = ()  # "forks", "rollbacks": how it continues its parent
         self.clear = clear
         self.prompt = len(spans)
         self.chain = ContextChain(root.id, chunk, root.number)
         self.state: OwnerState | None = None
+        self.window: RetentionWindow | None = None  # of the present run
         self.req: Any = None
         self.error: StateError | None = None  # ended the request
         self.late_error: StateError | None = None  # pin or reset failed after the last token
@@ -83,6 +86,12 @@ class RequestLineage:
             raise OwnerReleased("this request runs no more", owner=self.owner, branch=self.branch)
         return self.state
 
+    def next_effect(self) -> Effect:
+        """WRITE when the next token of the running state completes a chunk, else READ."""
+        clock = self.require_state().clock
+        completes = self.mode is Effect.WRITE and clock.rows + 1 == clock.chunk
+        return Effect.WRITE if completes else Effect.READ
+
     def version_read(self, candidate: Candidate) -> int:
         """Version number that the segment's last token reads (before the candidate's commit)."""
         segment = candidate.segment
@@ -96,6 +105,15 @@ class RequestLineage:
             if self._versions and self._versions[-1][0] == index:
                 self._versions.pop()
             self._versions.append([index, version])
+
+    def typed(self, error: RuntimeError) -> StateError:
+        """``error`` as a StateError that names this owner, branch and version."""
+        kind: type[StateError] = WriteFailed
+        text = f"{type(error).__name__}: {error}"
+        if isinstance(error, StateError):
+            kind, text = type(error), str(error)
+        version = None if self.state is None else self.state.version.number
+        return kind(text, owner=self.owner, branch=self.branch, version=version)
 
     def fail(self, error: StateError) -> None:
         """End the request with ``error``; nothing that this forward computed for it is kept.
@@ -134,7 +152,7 @@ class RequestLineage:
     def close(self, state: OwnerState) -> None:
         """Keep the last report; the request stops running."""
         self._final = self.report(state)
-        self.state = None
+        self.state = self.window = None
 
     def current_report(self) -> dict[str, Any] | None:
         """The report of the running state, else the last one, else None (never ran)."""

@@ -16,26 +16,71 @@ ENV_OPTIONS = "RWTTT_OPTIONS"
 ENV_ACTIVE = "RWTTT_ACTIVE"
 
 
+MODES = ("rw", "phase", "serial")
+COMMITS = ("owner", "dense")
+
+_AT_LEAST: dict[str, float] = {
+    "memory_mb": 1,
+    "fold_rows": 0,
+    "target_batch": 1,
+    "wait_budget": 0,
+    "max_owners": 1,
+    "max_pages": 4,
+    "max_bases": 0,
+    "retained_versions": 2,
+    "snapshot_mb": 1,
+    "max_snapshots": 1,
+}
+
+
 @dataclass(frozen=True)
 class TTTOptions:
-    """Sizes and rules of the state runtime, fixed when the server starts.
+    """Sizes, limits and rules of the state runtime, fixed when the server starts.
 
-    Raises ValueError, naming the flag, for a value out of range.
+    None leaves a limit to the pool or the machine. Raises ValueError, naming the flag, for a value
+    out of range.
     """
 
     memory_mb: int = 2048  # pool memory of delta pages and dense bases together, MiB
-    dense_fraction: float = 0.25  # share of memory_mb given to dense bases
-    fold_rows: int | None = (
-        None  # rows after which pages fold into a base; None = crossover, 0 = never
-    )
+    dense_fraction: float | None = None  # share of memory_mb for bases; None = by commit
+    fold_rows: int | None = None  # rows after which pages fold; None = crossover, 0 = never
+    mode: str = "rw"  # how a round of decode becomes forward passes
+    target_batch: int | None = None  # size of a WRITE group worth waiting for; None = everybody
+    wait_budget: int = 0  # decode steps that a boundary may wait for company
+    commit: str = "owner"  # "dense" folds every version into a dense base (ablation)
+    max_owners: int | None = None  # open sessions
+    max_pages: int | None = None  # delta pages, at most what memory_mb gives
+    max_bases: int | None = None  # dense bases, at most what dense_fraction gives
+    retained_versions: int | None = None  # versions kept per lineage
+    owner_timeout: float | None = None  # seconds after which an idle owner is closed
+    snapshot_dir: str | None = None  # folder of snapshot files; None = no snapshots
+    snapshot_mb: int = 1024  # largest snapshot file, MiB
+    max_snapshots: int = 64  # files in snapshot_dir
 
     def __post_init__(self) -> None:
-        if self.memory_mb < 1:
-            raise ValueError(f"--ttt-memory-mb must be at least 1, got {self.memory_mb}")
-        if not 0.0 <= self.dense_fraction < 1.0:
-            raise ValueError(f"--ttt-dense-fraction must be in [0, 1), got {self.dense_fraction}")
-        if self.fold_rows is not None and self.fold_rows < 0:
-            raise ValueError(f"--ttt-fold-rows must be 0 (never) or more, got {self.fold_rows}")
+        for field, least in _AT_LEAST.items():
+            value = getattr(self, field)
+            if value is not None and value < least:
+                raise ValueError(f"{flag(field)} must be at least {least}, got {value}")
+        fraction, timeout = self.dense_fraction, self.owner_timeout
+        if fraction is not None and not 0.0 <= fraction < 1.0:
+            raise ValueError(f"--ttt-dense-fraction must be in [0, 1), got {fraction}")
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"--ttt-owner-timeout must be positive (seconds), got {timeout}")
+        for field, known in (("mode", MODES), ("commit", COMMITS)):
+            if getattr(self, field) not in known:
+                given = getattr(self, field)
+                raise ValueError(f"{flag(field)} must be one of {list(known)}, got {given!r}")
+        if self.mode == "serial" and (self.wait_budget or self.target_batch not in (None, 1)):
+            raise ValueError(
+                "--ttt-mode=serial runs one owner at a time: leave --ttt-wait-budget and "
+                "--ttt-target-batch out"
+            )
+        if self.commit == "dense" and (self.fold_rows is not None or self.max_bases == 0):
+            raise ValueError(
+                "--ttt-commit=dense folds every version into a dense base: leave --ttt-fold-rows "
+                "and --ttt-max-bases=0 out"
+            )
 
     @classmethod
     def from_env(cls) -> TTTOptions:
@@ -56,28 +101,78 @@ class TTTOptions:
         os.environ[ENV_OPTIONS] = json.dumps(asdict(self))
 
 
+def flag(field: str) -> str:
+    """The command-line flag of an option."""
+    return "--ttt-" + field.replace("_", "-")
+
+
+# option -> (type or choices, metavar, help)
+_ARGUMENTS: dict[str, tuple[Any, str | None, str]] = {
+    "memory_mb": (int, "MIB", "pools of delta pages and dense bases together (default 2048)"),
+    "dense_fraction": (
+        float,
+        "SHARE",
+        "share of --ttt-memory-mb for dense bases (default 0.25; 0.9 with --ttt-commit dense)",
+    ),
+    "fold_rows": (
+        int,
+        "ROWS",
+        "rows since the last dense base after which pages fold into a new one "
+        "(default: the crossover d_ff*d/(d_ff+d); 0 = never)",
+    ),
+    "mode": (
+        MODES,
+        None,
+        "forward passes of a decode step: rw = one for everybody (default), phase = READ-only and "
+        "boundary requests apart, serial = one owner at a time (the reference)",
+    ),
+    "target_batch": (
+        int,
+        "OWNERS",
+        "largest legal group, and the size at which owners at a boundary wait no longer "
+        "(default: all running owners)",
+    ),
+    "wait_budget": (
+        int,
+        "STEPS",
+        "decode steps that an owner at a boundary may wait for company (default 0: none)",
+    ),
+    "commit": (
+        COMMITS,
+        None,
+        "owner = a commit appends a delta page to its owner's chain (default); dense = a commit "
+        "writes a whole dense copy (for comparison)",
+    ),
+    "max_owners": (int, "N", "open sessions; the next open is refused (default: no limit)"),
+    "max_pages": (int, "N", "delta pages (default: what --ttt-memory-mb holds)"),
+    "max_bases": (int, "N", "dense bases (default: what --ttt-dense-fraction holds)"),
+    "retained_versions": (
+        int,
+        "K",
+        "versions kept per lineage; rolling back further recomputes (default: what fits)",
+    ),
+    "owner_timeout": (
+        float,
+        "SECONDS",
+        "idle time after which an owner is closed, unless it asked for another (default: never)",
+    ),
+    "snapshot_dir": (str, "FOLDER", "where snapshots are saved and read (default: none are)"),
+    "snapshot_mb": (int, "MIB", "largest snapshot file (default 1024)"),
+    "max_snapshots": (int, "N", "files in --ttt-snapshot-dir (default 64)"),
+}
+
+_ALIASES = {"snapshot_dir": ("--snapshot-dir",)}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the ``--ttt-*`` flags to ``parser``."""
     group = parser.add_argument_group("test-time training state (sgl_rwttt)")
-    group.add_argument(
-        "--ttt-memory-mb",
-        type=int,
-        default=None,
-        help="MiB for the pools of delta pages and dense bases (default 2048).",
-    )
-    group.add_argument(
-        "--ttt-dense-fraction",
-        type=float,
-        default=None,
-        help="Share of --ttt-memory-mb for dense bases (default 0.25).",
-    )
-    group.add_argument(
-        "--ttt-fold-rows",
-        type=int,
-        default=None,
-        help="Rows since the last dense base after which pages fold into a new one "
-        "(default: the crossover d_ff*d/(d_ff+d); 0 = never).",
-    )
+    for field, (kind, metavar, text) in _ARGUMENTS.items():
+        values: dict[str, Any] = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
+        if metavar is not None:
+            values["metavar"] = metavar
+        names = (flag(field), *_ALIASES.get(field, ()))
+        group.add_argument(*names, default=None, help=text, **values)
 
 
 def publish_arguments(args: argparse.Namespace) -> None:

@@ -3,7 +3,7 @@
 SGLang calls :func:`register` once in each of its processes, before anything is built. In the
 launching process it registers defaults and refusals that apply only when the checkpoint has
 ``ttt_mode: true``; only then do the scheduler processes find ``RWTTT_ACTIVE`` and install the
-runtime. Every other checkpoint is served by stock code.
+runtime. Every other checkpoint is served by stock code; it may ask for our CPU attention by name.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import os
 import sys
 from typing import Any
 
+from .attention import default_attention, is_asked_for, refuse_misuse, register_attention
 from .options import ENV_ACTIVE, TTTOptions, add_arguments, publish_arguments
 from .refusals import RADIX_BACKEND, refuse_unsupported
 from .seams import check_seams
+from .snapshot_folder import check_folder
 
 MODEL_PACKAGE = "sgl_rwttt.srt_ext.models"
 ENV_MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
@@ -24,6 +26,7 @@ ENV_MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 def register() -> None:
     """Install what this process needs (called by SGLang's ``load_plugins``)."""
     _register_resolution()
+    register_attention()
     if multiprocessing.parent_process() is not None and os.environ.get(ENV_ACTIVE) == "1":
         _register_worker()
     else:
@@ -60,13 +63,18 @@ def _register_tokenizer() -> None:
     from sglang.srt.managers import tokenizer_control_mixin
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from . import io, report
+    from . import io, report, sessions
 
     tokenizer_control_mixin._COMMUNICATOR_SPECS.append(("ttt_control", io.TTTControlReqOutput))
     HookRegistry.register(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info",
         report.after_update_request_meta_info,
         HookType.AFTER,
+    )
+    HookRegistry.register(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.open_session",
+        sessions.around_open_session,
+        HookType.AROUND,
     )
 
 
@@ -80,9 +88,11 @@ def _register_worker() -> None:
     from sglang.srt.mem_cache import registry
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from .logs import hide_owner_ids
     from .radix import build_cache
     from .scheduler import scheduler_class
 
+    hide_owner_ids()
     registry.register_radix_cache_backend(RADIX_BACKEND, build_cache)
     HookRegistry.register(
         "sglang.srt.managers.scheduler.Scheduler",
@@ -124,7 +134,7 @@ def _resolve_device(server_args: Any, previous: Any) -> None:
     if config is not None and view.device == "cpu":
         declared: dict[str, Any] = {}
         if view.attention_backend is None:
-            declared["attention_backend"] = "torch_native"
+            declared["attention_backend"] = default_attention()
         if view.dtype == "auto" and "float32" in (config.get("dtype"), config.get("torch_dtype")):
             declared["dtype"] = "float32"
         declare_resolution(server_args, "sgl_rwttt", **declared)
@@ -132,10 +142,10 @@ def _resolve_device(server_args: Any, previous: Any) -> None:
 
 
 def _resolve_cuda_graph(server_args: Any, previous: Any) -> None:
-    """State is read and written by Python inside the forward pass: no graph capture."""
-    from sglang.srt.arg_groups.overrides import declare_resolution
+    """State, or the plan of ``rwttt_cpu``, is Python inside the forward pass: no graph capture."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
-    if _ttt_config(server_args) is not None:
+    if _ttt_config(server_args) is not None or is_asked_for(resolving_view(server_args)):
         declare_resolution(server_args, "sgl_rwttt", disable_cuda_graph=True)
     previous(server_args)
 
@@ -154,7 +164,9 @@ def _resolve_cache(server_args: Any, previous: Any) -> None:
     view = resolving_view(server_args)
     check_checkpoint(view.model_path, config)
     check_seams()
-    TTTOptions.from_env()
+    options = TTTOptions.from_env()
+    if options.snapshot_dir is not None:
+        check_folder(options.snapshot_dir)
     _activate()
     declared: dict[str, Any] = {"disable_overlap_schedule": True}
     if view.radix_cache_backend is None:
@@ -167,6 +179,7 @@ def _resolve_refusals(server_args: Any, previous: Any) -> None:
     from sglang.srt.arg_groups.overrides import resolving_view
 
     previous(server_args)
+    refuse_misuse(resolving_view(server_args))
     if _ttt_config(server_args) is not None:
         refuse_unsupported(resolving_view(server_args))
 

@@ -16,7 +16,8 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from sgl_rwttt.core.errors import StaleVersion, StateError, UnknownState
+from sgl_rwttt.core.errors import StaleVersion, UnknownState
+from sgl_rwttt.core.faults import reach
 
 from .lineage import RequestLineage
 from .runtime import TTTRuntime
@@ -59,9 +60,11 @@ class TTTRadixCache(UnifiedRadixCache):
 
     def match_prefix(self, params: MatchPrefixParams) -> Any:
         """Longest prefix whose KV and state are both retained. Changes no owner."""
-        lineage = getattr(params.req, "ttt", None)
-        if lineage is None or self.runtime is None:
+        if params.req is None or self.runtime is None:
             return super().match_prefix(replace(params, key=_limited(params.key, 0)))
+        lineage = getattr(params.req, "ttt", None)
+        if lineage is None:  # owns no state: a namespace of its own (``extra_key``)
+            return super().match_prefix(params)
         key = params.key
         keys = lineage.key_tokens(key.token_ids)
         limit = len(key)
@@ -69,6 +72,7 @@ class TTTRadixCache(UnifiedRadixCache):
             depth = self._state_depth(lineage, key.token_ids, limit)
             result = super().match_prefix(replace(params, key=_limited(key, depth, keys)))
             if result.device_prefix_len >= depth:
+                reach("matched", owner=lineage.owner, branch=lineage.branch)
                 return result
             limit = result.device_prefix_len  # KV is gone beyond this: find a state before it
 
@@ -122,8 +126,10 @@ class TTTRadixCache(UnifiedRadixCache):
                     branch=lineage.branch,
                 )
             lineage.state = store.create(lineage.owner, lineage.branch, match, root, tokens, spans)
-        except StateError as error:
-            self.runtime.fail(lineage, error)
+            lineage.window = self.runtime.window(lineage, match.depth)
+            reach("allocated", owner=lineage.owner, branch=lineage.branch)
+        except RuntimeError as error:
+            self.runtime.fail(lineage, lineage.typed(error))
             return
         self.runtime.counters["admissions"] += 1
         self.runtime.counters["hit_tokens"] += match.depth

@@ -1,7 +1,8 @@
-"""Combinations of SGLang flags that are not verified with writable state: refused by name."""
+"""What is not verified with writable state: flags, refused by name at start-up, and messages."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 RADIX_BACKEND = "ttt"
@@ -25,6 +26,7 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("disable_radix_cache", (False,), "forks and rollbacks need the prefix cache"),
     ("enable_dp_attention", (False,), "not verified with writable state"),
     ("enable_torch_compile", (False,), "the state is Python-managed inside the forward pass"),
+    ("disable_overlap_schedule", (True,), "a step's state is committed before the next is planned"),
     ("enable_two_batch_overlap", (False,), "one forward pass must see all READs of a step"),
     ("enable_memory_saver", (False,), "released KV would leave its state behind"),
     ("enable_pdmux", (False,), "not verified with writable state"),
@@ -59,3 +61,20 @@ def refuse_unsupported(config: Any) -> None:
                 f"{flag}={value!r} cannot be combined with a TTT checkpoint: {why} "
                 f"(allowed: {', '.join(map(repr, allowed))})"
             )
+
+
+def refused_weight_updates() -> list[tuple[type, Any]]:
+    """Handlers that answer every replacement of weights with a refusal.
+
+    A state is a difference from the weights that it was computed with.
+    """
+    from sglang.srt.managers import io_struct
+
+    message = "weights of a TTT checkpoint cannot be replaced while serving: restart the server"
+    kinds = ("UpdateWeightFromDisk", "UpdateWeightsFromDistributed", "UpdateWeightsFromTensor")
+    pairs = []
+    for kind in (*kinds, "UpdateWeightsFromIPC"):
+        output = getattr(io_struct, f"{kind}ReqOutput")
+        answer = partial(output, success=False, message=message)
+        pairs.append((getattr(io_struct, f"{kind}ReqInput"), lambda _, answer=answer: answer()))
+    return pairs

@@ -9,22 +9,50 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import OrderedDict
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import torch
 
 from sgl_rwttt.backends.in_place import InPlaceBackend, InPlaceConfig
+from sgl_rwttt.core.effects import Effect
 from sgl_rwttt.core.errors import OwnerReleased, StateError, UnknownOwner
+from sgl_rwttt.core.faults import reach
 from sgl_rwttt.core.lineage import root_id
 from sgl_rwttt.core.owners import OwnerState
+from sgl_rwttt.core.planner import Transition
+from sgl_rwttt.core.retention import RetentionWindow
 from sgl_rwttt.core.slots import SlotPool
 from sgl_rwttt.core.store import TTTStateStore
+from sgl_rwttt.core.versions import Version
 
+from .limits import retained_window
+from .logs import event_line, public_name
+from .metrics import TTTMetrics, make_metrics
 from .options import TTTOptions
+from .snapshots import open_snapshots, required_fields
+
+if TYPE_CHECKING:
+    from .lineage import RequestLineage
 
 logger = logging.getLogger(__name__)
 
 _REMEMBERED_RELEASES = 4096
+_COUNTED = (
+    "admissions",
+    "hit_tokens",
+    "refused",
+    "failed_writes",
+    "retried_writes",
+    "aborted",
+    "retracted",
+    "commits",
+    "forks",
+    "rollbacks",
+    "snapshot_saves",
+    "snapshot_restores",
+    "snapshot_hits",
+)
 
 
 class TTTRuntime:
@@ -36,21 +64,35 @@ class TTTRuntime:
         self.config = config
         self.fingerprint = fingerprint
         self.boot_id = secrets.token_hex(8)
+        self.options = options
         self.backend = InPlaceBackend(config, pages=pages, bases=bases, device=device)
+        self.backend.write_group = options.target_batch
         self.fold_pages = fold_pages(config, options, self.backend.default_fold_pages)
+        self.shape = (config.rule, config.d_model, config.d_ff, str(self.backend.dtype))
+        self.placement = str(device)
         self.root = root_id(fingerprint, config.rule)
+        self.page_pool = SlotPool(
+            pages,
+            "delta page",
+            "--ttt-max-pages" if pages - 1 == options.max_pages else "--ttt-memory-mb",
+        )
+        bases_by = "--ttt-max-bases" if bases - 1 == options.max_bases else "--ttt-dense-fraction"
         self.store = TTTStateStore(
-            pages=SlotPool(pages, "delta page", "--ttt-memory-mb"),
-            bases=SlotPool(bases, "dense base", "--ttt-dense-fraction"),
+            pages=self.page_pool,
+            bases=SlotPool(bases, "dense base", bases_by),
             chunk=config.chunk,
             fold_pages=self.fold_pages,
             root=self.root,
             copy_rows=self.backend.copy_rows,
         )
         self.default_root = self.store.root("", self.root)
+        fits = required_fields(config, self.backend.report()["dtype"], fingerprint)
+        self.snapshots = open_snapshots(options, fits, self.root, self.store, self.backend)
         self.rows: dict[int, Any] = {}  # request pool row -> RequestLineage
         self.released: OrderedDict[str, None] = OrderedDict()
-        self.counters = dict.fromkeys(("admissions", "hit_tokens", "refused", "failed_writes"), 0)
+        self.retained = retained_window(options, self.fold_pages, bases - 1)
+        self.metrics: TTTMetrics = make_metrics()
+        self.counters = dict.fromkeys(_COUNTED, 0)
         logger.info("TTT state runtime: %s", self.describe())
 
     def describe(self) -> dict[str, Any]:
@@ -84,10 +126,44 @@ class TTTRuntime:
         """Take the lineage off row ``row``; None when the row has no owner."""
         return self.rows.pop(row, None)
 
-    @property
-    def shape(self) -> tuple[object, ...]:
-        """Everything that the operators' shape depends on (the planner's shape class)."""
-        return self.config.rule, self.config.d_model, self.config.d_ff, str(self.backend.dtype)
+    def transition(self, lineage: RequestLineage, effect: Effect) -> Transition:
+        """The next step of a running lineage, with ``effect``, as the planner sees it."""
+        return Transition(
+            owner=lineage.owner,
+            branch=lineage.branch,
+            backend=self.backend.name,
+            shape=self.shape,
+            effect=effect,
+            expected_version=lineage.require_state().version.number,
+            placement=self.placement,
+        )
+
+    def note_start(self, lineage: RequestLineage) -> None:
+        """Count how an admitted request continues its parent."""
+        for name in lineage.starts:
+            self.counters[name] += 1
+            self.metrics.count(name)
+
+    def note_refusal(self, error: StateError, **more: str) -> None:
+        """Count a refusal and write its log line."""
+        self.counters["refused"] += 1
+        self.metrics.refused(type(error).__name__)
+        logger.warning(event_line("ttt_refused", error, **more))
+
+    def window(self, lineage: RequestLineage, position: int) -> RetentionWindow | None:
+        """What a branch that starts at ``position`` keeps; None without a limit."""
+        if self.retained is None:
+            return None
+        return RetentionWindow(self.store, self.retained, lineage.chain, position)
+
+    def committed(self, lineage: RequestLineage, versions: list[Version]) -> None:
+        """``lineage`` committed these versions: count them, and expire older ones."""
+        if not versions:
+            return
+        self.counters["commits"] += len(versions)
+        self.metrics.count("commits", len(versions))
+        if lineage.window is not None:
+            lineage.window.passed(versions)
 
     def committed_version(self, owner: str, branch: str) -> int:
         """Committed version number of a running branch; raises UnknownOwner."""
@@ -106,12 +182,23 @@ class TTTRuntime:
         state = lineage.require_state()
         aborted = isinstance(lineage.req.finished_reason, FINISH_ABORT)
         try:
+            reach("finished", owner=lineage.owner, branch=lineage.branch)
             if finished and not aborted and lineage.error is None and lineage.session:
                 self._pin_and_clear(lineage, state)
-        except StateError as error:
-            lineage.late_error = error
+        except RuntimeError as error:
+            lineage.late_error = lineage.typed(error)
         lineage.close(state)
         self.store.release(state, keep_tail=lineage.error is None)
+        if aborted and lineage.error is None:
+            self.note_end(lineage, "aborted")
+        elif not finished and not lineage.req.finished():
+            self.note_end(lineage, "retracted")
+
+    def note_end(self, lineage: RequestLineage, how: str) -> None:
+        """Count and log a run that ended before its time, by its client or for memory."""
+        self.counters[how] += 1
+        name, branch = public_name(lineage.owner), quote(lineage.branch, safe="")
+        logger.info("ttt_%s owner=%s branch=%s", how, name, branch)
 
     def _pin_and_clear(self, lineage: Any, state: OwnerState) -> None:
         if self.is_released(lineage.owner):
@@ -135,7 +222,8 @@ class TTTRuntime:
     def fail(self, lineage: Any, error: StateError) -> None:
         """End ``lineage``'s request with ``error`` and one log line; nobody else notices."""
         self.counters["failed_writes"] += 1
-        logger.error("ttt_write_failed %s", error.to_header())
+        self.metrics.count("failed_writes")
+        logger.error(event_line("ttt_write_failed", error))
         lineage.fail(error)
 
 
@@ -145,9 +233,12 @@ def size_pools(config: InPlaceConfig, options: TTTOptions) -> tuple[int, int]:
     page_bytes = 4 * layers * chunk * (config.d_ff + config.d_model)
     base_bytes = 4 * layers * config.d_ff * config.d_model
     budget = options.memory_mb * 1024 * 1024
-    dense = 0 if options.fold_rows == 0 else int(budget * options.dense_fraction)
-    bases = dense // base_bytes
-    pages = (budget - bases * base_bytes) // page_bytes
+    share = options.dense_fraction
+    if share is None:
+        share = 0.9 if options.commit == "dense" else 0.25
+    dense = 0 if options.fold_rows == 0 else int(budget * share)
+    bases = _at_most(dense // base_bytes, options.max_bases)
+    pages = _at_most((budget - bases * base_bytes) // page_bytes, options.max_pages)
     if pages < 4:
         raise ValueError(
             f"--ttt-memory-mb={options.memory_mb} holds {pages} delta pages of {page_bytes} bytes "
@@ -158,6 +249,12 @@ def size_pools(config: InPlaceConfig, options: TTTOptions) -> tuple[int, int]:
 
 def fold_pages(config: InPlaceConfig, options: TTTOptions, default: int) -> int:
     """Pages since the last base after which a version gets a base of its own (0 = never)."""
+    if options.commit == "dense":
+        return 1
     if options.fold_rows is None:
         return default
     return -(-options.fold_rows // config.chunk)
+
+
+def _at_most(count: int, limit: int | None) -> int:
+    return count if limit is None else min(count, limit)

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import logging
 from array import array
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 from sgl_rwttt.core.effects import Effect
 from sgl_rwttt.core.errors import StateCapacity, StateError
+from sgl_rwttt.core.faults import reach
 from sgl_rwttt.core.store import TTTStateStore
 
 from . import admission, verbs
+from .housekeeping import Housekeeping
 from .lineage import RequestLineage
+from .params import check_request
+from .refusals import refused_weight_updates
 from .report import streamer_class
+from .rounds import DecodeRounds, part_of
 from .runtime import TTTRuntime
-
-logger = logging.getLogger(__name__)
 
 
 def scheduler_class(base: type) -> type:
     """The subclass of SGLang's Scheduler that serves a TTT checkpoint."""
-    return type("TTTScheduler", (StateScheduling, base), {})
+    return type("TTTScheduler", (StateScheduling, Housekeeping, base), {})
 
 
 class StateScheduling:
@@ -36,6 +40,11 @@ class StateScheduling:
         """The state runtime of this process, held by the model."""
         runtime: TTTRuntime = self.tp_worker.model_runner.model.ttt
         return runtime
+
+    @cached_property
+    def ttt_rounds(self: Any) -> DecodeRounds:
+        """The planner of this scheduler's decode steps."""
+        return DecodeRounds(self.ttt, self.ttt.options)
 
     def get_output_streamer_class(self: Any) -> type:
         """Answers carry the state report."""
@@ -62,6 +71,7 @@ class StateScheduling:
     def _handle_generate_request(self: Any, recv_req: Any, *args: Any, **kwargs: Any) -> None:
         """Refuse by type before anything changes, else give the request its lineage."""
         try:
+            check_request(recv_req.rid, recv_req.input_ids, self.model_config.vocab_size)
             lineage = admission.admit(self.ttt, self.session_controller, recv_req)
         except StateError as error:
             self._refuse(recv_req, error)
@@ -72,23 +82,27 @@ class StateScheduling:
             super()._handle_generate_request(recv_req, *args, **kwargs)  # type: ignore[misc]
         finally:
             self._ttt_admitting = None
+        if lineage is not None:
+            reach("queued", owner=lineage.owner, branch=lineage.branch)
 
     def _create_generation_req(self: Any, recv_req: Any, *args: Any, **kwargs: Any) -> Any:
         """Hang the lineage on the request; its root state names the radix namespace."""
         req = super()._create_generation_req(recv_req, *args, **kwargs)  # type: ignore[misc]
         lineage = self._ttt_admitting
-        if lineage is not None:
-            req.ttt = lineage
-            lineage.req = req
-            if lineage.root.id != self.ttt.root:
-                req.extra_key = f"{req.extra_key or ''}|ttt:{lineage.root.id.hex()}"
+        if lineage is None:  # owns no state: its KV is the base model's
+            req.extra_key = f"{req.extra_key or ''}|ttt:off"
+            return req
+        req.ttt = lineage
+        lineage.req = req
+        self.ttt.note_start(lineage)
+        if lineage.root.id != self.ttt.root:
+            req.extra_key = f"{req.extra_key or ''}|ttt:{lineage.root.id.hex()}"
         return req
 
     def _refuse(self: Any, recv_req: Any, error: StateError) -> None:
         """Answer ``recv_req`` with a typed error without running the model."""
         from sglang.srt.managers.schedule_batch import Req
 
-        self.ttt.counters["refused"] += 1
         req = Req(
             recv_req.rid,
             recv_req.input_text,
@@ -105,13 +119,14 @@ class StateScheduling:
         """End a request that holds nothing with a typed error."""
         from sglang.srt.disaggregation.utils import prepare_abort
 
-        logger.warning("ttt_refused %s", error.to_header())
+        self.ttt.note_refusal(error)
         prepare_abort(req, error.to_header(), status_code=error.http_status)
         self.output_streamer.stream_output([req], req.return_logprob)
 
     def run_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the batch, then keep a chunked prefill whose owner failed from going on."""
         result = super().run_batch(*args, **kwargs)  # type: ignore[misc]
+        self._ttt_changed = True
         self.stop_failed_chunk()
         return result
 
@@ -120,6 +135,13 @@ class StateScheduling:
         lineage = getattr(self.chunked_req, "ttt", None)
         if lineage is not None and lineage.error is not None:
             self._pending_chunked_abort_req = self.chunked_req
+
+    def _release_aborted_request(self: Any, req: Any) -> None:
+        """A client went away; a request that holds a state is counted by ``settle``."""
+        super()._release_aborted_request(req)  # type: ignore[misc]
+        lineage = getattr(req, "ttt", None)
+        if lineage is not None and lineage.state is None and lineage.error is None:
+            self.ttt.note_end(lineage, "aborted")
 
     # Pages
 
@@ -146,51 +168,62 @@ class StateScheduling:
 
     def _refuse_starved(self: Any, req: Any) -> None:
         lineage: RequestLineage = req.ttt
+        pool = self.ttt.page_pool
         error = StateCapacity(
-            f"the request needs {pages_needed(self, req)} delta pages at once and the pool "
-            f"cannot free them: raise --ttt-memory-mb; {self.ttt.store.stats()}",
+            f"the request needs {pages_needed(self, req)} delta pages at once, and of the "
+            f"{pool.total - pool.reserved} that {pool.flag} gives only {pool.available} can be "
+            f"had: raise it, or release pins and roots; {self.ttt.store.stats()}",
             owner=lineage.owner,
             branch=lineage.branch,
         )
+        lineage.error = error
         self.waiting_queue.remove(req)
         self._release_aborted_request(req)
         self._answer_refusal(req, error)
 
     def update_running_batch(self: Any, batch: Any) -> Any:
-        """Retract, as for KV, when the pages that this step opens cannot be had."""
-        store = self.ttt.store
-        if len(batch.reqs) < 2 or store.ensure_pages(pages_opened(store, batch.reqs)):
-            return super().update_running_batch(batch)  # type: ignore[misc]
-        stock = batch.check_decode_mem
-
-        def check_decode_mem(*args: Any, selected_indices: Any = None, **kwargs: Any) -> bool:
-            kept = batch.reqs if selected_indices is None else _pick(batch.reqs, selected_indices)
-            if len(kept) > 1 and not store.ensure_pages(pages_opened(store, kept)):
-                return False
-            return bool(stock(*args, selected_indices=selected_indices, **kwargs))
-
-        batch.check_decode_mem = check_decode_mem
-        try:
-            return super().update_running_batch(batch)  # type: ignore[misc]
-        finally:
-            del batch.check_decode_mem
+        """One decode step: retract if KV or pages are short, then take the planner's rows."""
+        with _counting_pages(self.ttt.store, batch), _unprepared(batch):
+            updated = super().update_running_batch(batch)  # type: ignore[misc]
+        if updated is None or updated.is_empty():
+            return updated
+        whole = updated.sampling_info.penalizer_orchestrator.is_required
+        keep = self.ttt_rounds.take(updated.reqs, whole=whole)
+        if keep is not None:
+            return part_of(updated, keep)
+        updated.prepare_for_decode()
+        return updated
 
 
-def refused_weight_updates() -> list[tuple[type, Any]]:
-    """Handlers that answer every replacement of weights with a refusal.
+@contextmanager
+def _counting_pages(store: TTTStateStore, batch: Any) -> Iterator[None]:
+    """While open, the batch's memory check fails too when a step's delta pages cannot be had."""
+    if len(batch.reqs) < 2 or store.ensure_pages(pages_opened(store, batch.reqs)):
+        yield
+        return
+    stock = batch.check_decode_mem
 
-    A state is a difference from the weights that it was computed with.
-    """
-    from sglang.srt.managers import io_struct
+    def check_decode_mem(*args: Any, selected_indices: Any = None, **kwargs: Any) -> bool:
+        kept = batch.reqs if selected_indices is None else _pick(batch.reqs, selected_indices)
+        if len(kept) > 1 and not store.ensure_pages(pages_opened(store, kept)):
+            return False
+        return bool(stock(*args, selected_indices=selected_indices, **kwargs))
 
-    message = "weights of a TTT checkpoint cannot be replaced while serving: restart the server"
-    kinds = ("UpdateWeightFromDisk", "UpdateWeightsFromDistributed", "UpdateWeightsFromTensor")
-    pairs = []
-    for kind in (*kinds, "UpdateWeightsFromIPC"):
-        output = getattr(io_struct, f"{kind}ReqOutput")
-        answer = partial(output, success=False, message=message)
-        pairs.append((getattr(io_struct, f"{kind}ReqInput"), lambda _, answer=answer: answer()))
-    return pairs
+    batch.check_decode_mem = check_decode_mem
+    try:
+        yield
+    finally:
+        del batch.check_decode_mem
+
+
+@contextmanager
+def _unprepared(batch: Any) -> Iterator[None]:
+    """While open, the batch is filtered and retracted but not prepared for its forward pass."""
+    batch.prepare_for_decode = lambda: None
+    try:
+        yield
+    finally:
+        del batch.prepare_for_decode
 
 
 def pages_opened(store: TTTStateStore, reqs: list[Any]) -> int:
@@ -215,6 +248,8 @@ def pages_needed(scheduler: Any, req: Any) -> int:
 def _adder_class(base: type, scheduler: Any) -> type:
     from sglang.srt.managers.schedule_policy import AddReqResult
 
+    serial = scheduler.ttt.options.mode == "serial"  # one owner per forward pass, prefill too
+
     class TTTPrefillAdder(base):  # type: ignore[misc, valid-type]
         """A PrefillAdder that admits a request only when its delta pages can be had."""
 
@@ -222,6 +257,8 @@ def _adder_class(base: type, scheduler: Any) -> type:
 
         def add_one_req(self, req: Any, *args: Any, **kwargs: Any) -> Any:
             """Admit, or answer NO_TOKEN so that the request waits."""
+            if serial and self.can_run_list:
+                return AddReqResult.OTHER
             lineage = getattr(req, "ttt", None)
             if lineage is None:
                 return super().add_one_req(req, *args, **kwargs)

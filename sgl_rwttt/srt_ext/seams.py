@@ -22,7 +22,7 @@ class Seam:
     """One point of contact."""
 
     target: str  # dotted path inside sglang
-    kind: str  # "registry", "subclass", "override", "patch"
+    kind: str  # "registry", "subclass", "override", "patch", "call"
     why: str
 
 
@@ -44,9 +44,24 @@ SEAMS: tuple[Seam, ...] = (
         "builds the cache with our class",
     ),
     Seam(
+        "sglang.srt.layers.attention.attention_registry:register_attention_backend",
+        "registry",
+        "the CPU attention rwttt_cpu",
+    ),
+    Seam(
+        "sglang.srt.arg_groups.choices:add_attention_backend_choices",
+        "registry",
+        "--attention-backend rwttt_cpu",
+    ),
+    Seam(
         "sglang.srt.managers.io_struct:hook_custom_types",
         "registry",
         "the control message between processes",
+    ),
+    Seam(
+        "sglang.srt.layers.attention.torch_native_backend:TorchNativeAttnBackend",
+        "subclass",
+        "the CPU attention rwttt_cpu; what it does not compute is stock",
     ),
     Seam("sglang.srt.models.llama:LlamaForCausalLM", "subclass", "TTT llama checkpoints"),
     Seam("sglang.srt.models.qwen3:Qwen3ForCausalLM", "subclass", "TTT qwen3 checkpoints"),
@@ -91,6 +106,17 @@ SEAMS: tuple[Seam, ...] = (
         "a request gets its lineage",
     ),
     Seam(
+        "sglang.srt.managers.scheduler:Scheduler.process_input_requests",
+        "override",
+        "an owner whose request runs is not idle",
+    ),
+    Seam("sglang.srt.managers.scheduler:Scheduler.on_idle", "override", "metrics before a pause"),
+    Seam(
+        "sglang.srt.managers.scheduler:Scheduler.open_session",
+        "override",
+        "owners are opened by the control verb only",
+    ),
+    Seam(
         "sglang.srt.managers.scheduler:Scheduler.init_request_dispatcher",
         "override",
         "control verbs",
@@ -101,6 +127,11 @@ SEAMS: tuple[Seam, ...] = (
         "a failed owner's prefill does not go on",
     ),
     Seam(
+        "sglang.srt.managers.scheduler:Scheduler._release_aborted_request",
+        "override",
+        "an abort of a request that only waited is counted",
+    ),
+    Seam(
         "sglang.srt.managers.scheduler:Scheduler.process_pending_chunked_abort",
         "override",
         "how a prefill in chunks is stopped",
@@ -108,7 +139,22 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "sglang.srt.managers.scheduler:Scheduler.update_running_batch",
         "override",
-        "retraction when pages run out",
+        "retraction when pages run out, and the planner's rows",
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch:ScheduleBatch.check_decode_mem",
+        "patch",
+        "on one batch, for one call: pages are counted beside KV",
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch:ScheduleBatch.prepare_for_decode",
+        "patch",
+        "on one batch, for one call: put off until the planner has chosen its rows",
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch:ScheduleBatch.filter_batch",
+        "call",
+        "on a copy: a forward pass of a part of the running batch",
     ),
     Seam(
         "sglang.srt.managers.scheduler:Scheduler._get_new_batch_prefill_raw",
@@ -139,6 +185,11 @@ SEAMS: tuple[Seam, ...] = (
         "sglang.srt.managers.tokenizer_manager:TokenizerManager.update_request_meta_info",
         "patch",
         'meta_info["state"] is one report, not a list per token',
+    ),
+    Seam(
+        "sglang.srt.managers.tokenizer_manager:TokenizerManager.open_session",
+        "patch",
+        "SGLang's own sessions are owners: the same limit, and an id that cannot be chosen",
     ),
     Seam(
         "sglang.srt.managers.tokenizer_control_mixin:_COMMUNICATOR_SPECS",

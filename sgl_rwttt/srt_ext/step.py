@@ -17,8 +17,9 @@ import torch
 
 from sgl_rwttt.core.candidate import Candidate
 from sgl_rwttt.core.effects import Effect
-from sgl_rwttt.core.errors import StateError, WriteFailed
-from sgl_rwttt.core.planner import Transition, group_transitions
+from sgl_rwttt.core.errors import StaleVersion, WriteFailed
+from sgl_rwttt.core.faults import reach
+from sgl_rwttt.core.planner import group_transitions
 
 from .lineage import RequestLineage
 from .runtime import TTTRuntime
@@ -46,21 +47,41 @@ class TTTStep:
         return self.runtime.backend.layer_step(self.plan, slot, h, target)
 
     def finish(self) -> None:
-        """Run the WRITE group, then commit each owner or drop its candidate."""
+        """Run the WRITE group, then commit each owner or drop its candidate; each fails alone."""
         self._check_writes()
         written = []
         results = self._write()
+        self.runtime.counters["retried_writes"] += self.plan.retried
         for index, (lineage, candidate) in enumerate(self.owners):
             if not results[index]:
-                self._drop_failed(lineage, candidate)
+                reason = self.plan.failed.get(index, "not finite")
+                error = WriteFailed(
+                    f"the update of this owner's state failed ({reason}); version and tail are kept"
+                )
+                self._drop_failed(lineage, candidate, error)
                 continue
             for page in self.plan.written_pages(index):
                 candidate.mark_written(page)
             written.append((lineage, candidate))
         for lineage, candidate in written:
-            read = lineage.version_read(candidate)
-            self.runtime.store.commit(candidate)
-            lineage.note_output(read)
+            try:
+                self._commit(lineage, candidate)
+            except RuntimeError as error:
+                self._drop_failed(lineage, candidate, error)
+
+    def _commit(self, lineage: RequestLineage, candidate: Candidate) -> None:
+        read, state = lineage.version_read(candidate), lineage.require_state()
+        names = {"owner": lineage.owner, "branch": lineage.branch}
+        if candidate.blocks:
+            reach("boundary_before_commit", **names)
+        self.runtime.committed(lineage, self.runtime.store.commit(candidate))
+        lineage.note_output(read)
+        if candidate.blocks:
+            reach("after_commit", **names)
+        if state.clock.position < lineage.prompt:
+            reach("mid_prefill", **names)
+        elif state.clock.rows:
+            reach("mid_tail", **names)
 
     def drop(self) -> None:
         """Drop every candidate (the forward pass raised): nobody advances."""
@@ -70,11 +91,14 @@ class TTTStep:
     def _check_writes(self) -> None:
         """The WRITE group must be legal: equal keys, committed versions, no owner twice."""
         writing = [
-            _transition(self.runtime, lineage, Effect.WRITE)
+            self.runtime.transition(lineage, Effect.WRITE)
             for lineage, candidate in self.owners
             if candidate.segment.blocks
         ]
-        group_transitions(writing, self.runtime.committed_version)
+        groups = group_transitions(writing, self.runtime.committed_version)
+        self.runtime.metrics.group(Effect.READ, len(self.owners))
+        for group in groups:
+            self.runtime.metrics.group(Effect.WRITE, len(group.transitions))
 
     def _write(self) -> list[bool]:
         """BoundaryUpdate over the group; per owner, whether its candidate may be committed."""
@@ -86,30 +110,11 @@ class TTTStep:
                     candidate.state.failed = True
             raise
 
-    def _drop_failed(self, lineage: RequestLineage, candidate: Candidate) -> None:
-        state = lineage.require_state()
+    def _drop_failed(
+        self, lineage: RequestLineage, candidate: Candidate, error: RuntimeError
+    ) -> None:
         self.runtime.store.drop(candidate)
-        self.runtime.fail(
-            lineage,
-            WriteFailed(
-                "the update of this owner's state was not finite; version and tail are kept",
-                owner=lineage.owner,
-                branch=lineage.branch,
-                version=state.version.number,
-            ),
-        )
-
-
-def _transition(runtime: TTTRuntime, lineage: RequestLineage, effect: Effect) -> Transition:
-    return Transition(
-        owner=lineage.owner,
-        branch=lineage.branch,
-        backend=runtime.backend.name,
-        shape=runtime.shape,
-        effect=effect,
-        expected_version=lineage.require_state().version.number,
-        placement=str(runtime.backend.device),
-    )
+        self.runtime.fail(lineage, lineage.typed(error))
 
 
 def _rows(forward_batch: Any) -> list[tuple[int, int, int, int]]:
@@ -129,7 +134,7 @@ def plan_owners(
 ) -> list[tuple[RequestLineage, Candidate]]:
     """Begin a write for every owned row; an owner whose pages cannot be had fails alone.
 
-    Raises RuntimeError when an owner is not where its row says it is.
+    So does one that is not where its row says it is.
     """
     tokens = input_ids.tolist()
     owners: list[tuple[RequestLineage, Candidate]] = []
@@ -137,23 +142,24 @@ def plan_owners(
         lineage = runtime.rows.get(row)
         if lineage is None or lineage.state is None or lineage.error is not None:
             continue
-        if lineage.state.clock.position != position:
-            raise RuntimeError(
-                f"owner {lineage.branch} is at position {lineage.state.clock.position}, "
-                f"its row at {position}"
-            )
         try:
+            _check_position(lineage.state.clock.position, position)
             candidate = runtime.store.begin_write(
                 lineage.state,
                 tokens[start : start + count],
                 lineage.extend_to(position + count),
                 start,
             )
-        except StateError as error:
-            runtime.fail(lineage, error)
+        except RuntimeError as error:
+            runtime.fail(lineage, lineage.typed(error))
             continue
         owners.append((lineage, candidate))
     return owners
+
+
+def _check_position(owner: int, row: int) -> None:
+    if owner != row:
+        raise StaleVersion(f"the owner is at position {owner}, its row at {row}")
 
 
 @contextmanager

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 from collections.abc import Callable
 from typing import Any
 
+from sgl_rwttt.core import faults
 from sgl_rwttt.core.errors import InvalidStateRequest, StateError
 
-from .admission import find_node, find_session, parse_id, point_of
+from . import injection, observe, snapshot_verbs
+from .admission import find_node, find_session, point_of
+from .arguments import only, shown, text, unpack
+from .limits import check_place
+from .params import parse_id
 
 _CAPACITY_OF_STR_LEN = 1 << 20
 
@@ -22,40 +28,33 @@ def handle(scheduler: Any, message: Any) -> Any:
         verb = VERBS.get(message.op)
         if verb is None:
             known = ", ".join(sorted(VERBS))
-            raise InvalidStateRequest(f"unknown control verb {message.op!r}; known: {known}")
-        answer = verb(scheduler, json.loads(message.args))
+            raise InvalidStateRequest(f"unknown verb {shown(message.op)}; known: {known}")
+        answer = verb(scheduler, unpack(message.args))
     except StateError as error:
+        scheduler.ttt.note_refusal(error, op=message.op)
         return TTTControlReqOutput(ok=False, payload=json.dumps(error.to_wire()))
     return TTTControlReqOutput(ok=True, payload=json.dumps(answer))
-
-
-def _text(args: dict[str, Any], key: str) -> str:
-    value = args.get(key)
-    if not isinstance(value, str) or not value:
-        raise InvalidStateRequest(f"{key!r} must be a non-empty string, got {value!r}")
-    return value
-
-
-def _only(args: dict[str, Any], *known: str) -> None:
-    unknown = sorted(set(args) - set(known))
-    if unknown:
-        raise InvalidStateRequest(f"unknown arguments {unknown}; known: {sorted(known)}")
 
 
 def open_owner(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
     """Open a session; its id is 128 random bits and is the capability to use the state."""
     from sglang.srt.managers.io_struct import OpenSessionReqInput
 
-    _only(args, "timeout")
-    timeout = args.get("timeout")
+    only(args, "timeout")
+    options = scheduler.ttt.options
+    timeout = args.get("timeout", options.owner_timeout)
     if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
-        raise InvalidStateRequest(f"'timeout' must be a positive number (seconds), got {timeout!r}")
+        raise InvalidStateRequest(
+            f"'timeout' must be a positive number (seconds), got {shown(timeout)}"
+        )
+    check_place(options, scheduler.session_controller)
     owner = secrets.token_hex(16)
     scheduler.session_controller.open(
         OpenSessionReqInput(
             capacity_of_str_len=_CAPACITY_OF_STR_LEN, session_id=owner, timeout=timeout
         )
     )
+    scheduler.session_controller.get(owner).ttt_opened = time.monotonic()
     root = scheduler.ttt.default_root
     return {"owner": owner, "root": root.id.hex(), "version": root.number, **identity(scheduler)}
 
@@ -64,8 +63,8 @@ def close_owner(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
     """Close a session: its nodes, roots and pins go; a running request of it finishes first."""
     from sglang.srt.managers.io_struct import CloseSessionReqInput
 
-    _only(args, "owner")
-    session = find_session(scheduler.ttt, scheduler.session_controller, _text(args, "owner"))
+    only(args, "owner")
+    session = find_session(scheduler.ttt, scheduler.session_controller, text(args, "owner"))
     nodes = len(session.req_nodes)
     scheduler.session_controller.close(CloseSessionReqInput(session_id=session.session_id))
     return {"owner": session.session_id, "nodes": nodes}
@@ -76,8 +75,8 @@ def drop_branch(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
 
     Raises BranchBusy, changing nothing, when any of them is still running.
     """
-    _only(args, "owner", "rid")
-    owner, rid = _text(args, "owner"), _text(args, "rid")
+    only(args, "owner", "rid")
+    owner, rid = text(args, "owner"), text(args, "rid")
     session = find_session(scheduler.ttt, scheduler.session_controller, owner)
     find_node(scheduler.session_controller, session, rid)
     top = session.req_nodes[rid]
@@ -110,8 +109,8 @@ def _unpin(scheduler: Any, owner: str, req: Any) -> None:
 
 def unpin(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
     """Give one named pin back (a checkpoint that is no longer needed)."""
-    _only(args, "owner", "name")
-    owner, name = _text(args, "owner"), _text(args, "name")
+    only(args, "owner", "name")
+    owner, name = text(args, "owner"), text(args, "name")
     session = find_session(scheduler.ttt, scheduler.session_controller, owner)
     scheduler.ttt.store.unpin(owner, name)
     for node in session.req_nodes.values():
@@ -122,8 +121,8 @@ def unpin(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 def release_root(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
     """Give one root back (a cleared context that no head or checkpoint names any more)."""
-    _only(args, "owner", "root")
-    owner, root = _text(args, "owner"), parse_id(_text(args, "root"), "root")
+    only(args, "owner", "root")
+    owner, root = text(args, "owner"), parse_id(text(args, "root"), "root")
     find_session(scheduler.ttt, scheduler.session_controller, owner)
     scheduler.ttt.store.close_root(owner, root)
     return {"owner": owner, "root": root.hex()}
@@ -131,11 +130,11 @@ def release_root(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 def state_at(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
     """The state report of a point (rid, offset); the offset's default is the node's full length."""
-    _only(args, "owner", "rid", "offset")
-    owner, rid = _text(args, "owner"), _text(args, "rid")
+    only(args, "owner", "rid", "offset")
+    owner, rid = text(args, "owner"), text(args, "rid")
     offset = args.get("offset")
     if offset is not None and not isinstance(offset, int):
-        raise InvalidStateRequest(f"'offset' must be an integer, got {offset!r}")
+        raise InvalidStateRequest(f"'offset' must be an integer, got {shown(offset)}")
     session = find_session(scheduler.ttt, scheduler.session_controller, owner)
     req = find_node(scheduler.session_controller, session, rid)
     lineage, chain, at = point_of(scheduler.ttt, req, offset, owner)
@@ -167,21 +166,19 @@ def identity(scheduler: Any) -> dict[str, Any]:
 
 
 def info(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
-    """Identity, pools, ledger and counters; runs check_integrity when nothing is running."""
-    _only(args)
-    runtime = scheduler.ttt
-    idle = not runtime.rows
-    if idle:
-        runtime.check_integrity()
+    """Identity, pools, ledger, counters, and whether the books balance (``observe.health``)."""
+    runtime, health = scheduler.ttt, observe.health(scheduler, args)
     return {
         **identity(scheduler),
         "root": runtime.root.hex(),
         "sessions": len(scheduler.session_controller.sessions),
         "running": len(runtime.rows),
-        "integrity_checked": idle,
+        "integrity_checked": health["integrity_checked"] and health["status"] == "ok",
+        "integrity_error": health.get("error"),
         "pools": runtime.describe(),
         "store": runtime.store.stats(),
         "counters": dict(runtime.counters),
+        "planner": scheduler.ttt_rounds.report(),
     }
 
 
@@ -193,4 +190,12 @@ VERBS: dict[str, Callable[[Any, dict[str, Any]], dict[str, Any]]] = {
     "release_root": release_root,
     "state": state_at,
     "info": info,
+    "owners": observe.owners,
+    "owner": observe.owner,
+    "health": observe.health,
+    "save": snapshot_verbs.save,
+    "restore": snapshot_verbs.restore,
+    "snapshots": snapshot_verbs.listing,
 }
+if faults.allowed():
+    VERBS["fault"] = injection.fault

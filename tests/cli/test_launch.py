@@ -108,7 +108,7 @@ def test_cpu_defaults(cpu: None, tmp_path: Path) -> None:
         "model_path": str(tmp_path),
         "device": "cpu",
         "dtype": "float32",
-        "attention_backend": "torch_native",
+        "attention_backend": "rwttt_cpu",
         "radix_cache_backend": "ttt",
         "disable_overlap_schedule": True,
         "disable_cuda_graph": True,
@@ -166,6 +166,8 @@ def test_sglang_knows_every_name(cpu: None, tmp_path: Path) -> None:
     code = (
         "import argparse, sys\n"
         "from sglang.srt.server_args import ServerArgs\n"
+        "from sgl_rwttt.srt_ext.attention import register_attention\n"
+        "register_attention()\n"
         "parser = argparse.ArgumentParser()\n"
         "ServerArgs.add_cli_args(parser)\n"
         f"parser.parse_args({cli_args(path, [])!r})\n"

@@ -75,7 +75,9 @@ class Served:
         return self.control("info")
 
     def flush(self) -> None:
-        self.engine.flush_cache()
+        """Empty the caches; waits for the last answer's batch, which SGLang takes apart later."""
+        answer = self.run(self.engine.tokenizer_manager.flush_cache(timeout_s=30))[0]
+        assert answer.success, "the caches were not flushed"
 
 
 def request(

@@ -20,16 +20,23 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[rw.Engine]:
-    backend = rw.Engine(max_total_tokens=8192, ttt_memory_mb=512)
+def snapshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder of snapshots for both servers."""
+    return tmp_path_factory.mktemp("snapshots")
+
+
+@pytest.fixture(scope="module")
+def engine(snapshots: Path) -> Iterator[rw.Engine]:
+    backend = rw.Engine(max_total_tokens=8192, ttt_memory_mb=512, ttt_snapshot_dir=str(snapshots))
     yield backend
     backend.shutdown()
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory, snapshots: Path) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("embedded") / "log"
     flags = ("--max-total-tokens", "8192", "--ttt-memory-mb", "512")
+    flags = (*flags, "--snapshot-dir", str(snapshots))
     with serving(cli("serve", "embedded", *flags), log) as running:
         yield running
 
@@ -261,3 +268,28 @@ def test_a_killed_server_is_gone(tmp_path: Any) -> None:
 
         with pytest.raises(rw.ServerGone):
             long.run(then=doomed.stop, backend=backend)
+
+
+@rw.function
+def study(s: rw.State, name: str) -> Any:
+    s += demo.text("glossary")[:1200]
+    s.snapshot(name)
+    s.clear_context()
+    s += user("What is a delta page?") + assistant(gen("a", max_tokens=16, temperature=0))
+    return s["a"], s.version, s.state_id
+
+
+@rw.function
+def recall(s: rw.State) -> Any:
+    s += user("What is a delta page?") + assistant(gen("a", max_tokens=16, temperature=0))
+    return s["a"], s.version, s.state_id
+
+
+def test_save_in_process_and_go_on_over_http(engine: rw.Engine, runtime: rw.Runtime) -> None:
+    """Guards: a snapshot that another server answers differently, or only the fake transport can
+    restore."""
+    there = study.run("tutor", backend=engine).ret_value
+    assert there[1] > 1
+    assert recall.run(backend=engine).ret_value != there
+    for backend in (engine, runtime):
+        assert recall.run(backend=backend, state="tutor").ret_value == there

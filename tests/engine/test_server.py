@@ -94,6 +94,7 @@ def test_verbs_and_their_errors(server: Server) -> None:
     refused(verb(server, "release_root", owner=owner, root="xyz"), 400, "InvalidStateRequest")
     refused(verb(server, "open", unknown=1), 400, "InvalidStateRequest")
     refused(verb(server, "explode"), 400, "InvalidStateRequest")
+    refused(verb(server, "fault", point="queued", action="kill"), 400, "InvalidStateRequest")
     assert verb(server, "unpin", owner=owner, name="here").status_code == 200
     assert verb(server, "drop", owner=owner, rid=rid).json()["dropped"] == [rid]
     refused(verb(server, "drop", owner=owner, rid=rid), 404, "UnknownState")

@@ -12,8 +12,8 @@ from sgl_rwttt.backends.in_place import InPlaceConfig
 from sgl_rwttt.core.effects import Effect
 from sgl_rwttt.core.errors import InvalidStateRequest
 from sgl_rwttt.srt_ext import refusals
-from sgl_rwttt.srt_ext.admission import parse_params
 from sgl_rwttt.srt_ext.options import ENV_OPTIONS, TTTOptions, add_arguments, publish_arguments
+from sgl_rwttt.srt_ext.params import parse_params
 from sgl_rwttt.srt_ext.refusals import RefusedFlag, refuse_unsupported
 from sgl_rwttt.srt_ext.runtime import fold_pages, size_pools
 
@@ -44,6 +44,8 @@ def test_flags_travel_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
     assert TTTOptions.from_env() == TTTOptions()
     publish_arguments(parser.parse_args(["--ttt-memory-mb", "7", "--ttt-fold-rows", "0"]))
     assert TTTOptions.from_env() == TTTOptions(memory_mb=7, fold_rows=0)
+    publish_arguments(parser.parse_args(["--snapshot-dir", "a"]))
+    assert TTTOptions.from_env() == TTTOptions(snapshot_dir="a")
 
 
 @pytest.mark.parametrize("memory_mb", [16, 64, 2048])
