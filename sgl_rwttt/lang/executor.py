@@ -20,9 +20,11 @@ from sglang.lang.ir import (
 from sgl_rwttt.core.effects import Effect
 from sgl_rwttt.core.errors import InvalidStateRequest, ReadOnlyState
 
+from . import snapshots
 from .answer import Answer
 from .ledger import Cursor
 from .steps import Step
+from .transport import Json
 from .worker import BranchWorker
 
 _REFUSED = {
@@ -180,10 +182,29 @@ class StateExecutor(BranchWorker):
         """End the context: KV, position, text and messages go, the committed version stays."""
         if tail == "commit":
             self.require_writable('clear_context(tail="commit")')
-        if self.cur_role is not None:
-            raise InvalidStateRequest(f"close the role {self.cur_role!r} before the context ends")
+        self._require_no_role()
         if self.cursor.ledger.tokens or not self.cursor.is_settled:
             self.backend.commit(self.owner, self.cursor, self.mode, clear=tail)
+        self._forget_context()
+
+    def snapshot(self, name: str, replace: bool) -> Json:
+        """Save the committed version here, once everything said so far is consumed."""
+        self.settle()
+        return snapshots.save(self.owner, self.cursor, name, replace)
+
+    def restore(self, name: str) -> Json:
+        """Go to the empty context on a snapshot; everything said so far is dropped."""
+        self.require_writable("restore")
+        self._require_no_role()
+        answer = snapshots.restore(self.owner, self.cursor, name)
+        self._forget_context()
+        return answer
+
+    def _require_no_role(self) -> None:
+        if self.cur_role is not None:
+            raise InvalidStateRequest(f"close the role {self.cur_role!r} before the context ends")
+
+    def _forget_context(self) -> None:
         self.text_, self.messages_, self.fork_start_text_pos = "", [], None
         self._notify()
 

@@ -45,9 +45,12 @@ class Program(SglFunction):
         keep: bool = False,
         backend: Any = None,
         use_thread: bool = True,
+        state: str | None = None,
         **kwargs: Any,
     ) -> State:
         """Run the program and wait for it; what it returned is `.ret_value`.
+
+        With `state` it starts on the weights of that snapshot, in an empty context.
 
         Sampling parameters (temperature=..., max_new_tokens=...) are defaults for its gens. The
         owner is freed at the end unless `keep`. With `stream` it returns at once: see `text_iter`.
@@ -57,21 +60,22 @@ class Program(SglFunction):
         chosen = resolve_backend(backend)
         arguments = {**kwargs, **self.bind_arguments}
         owner = Owner(chosen.transport)
-        state = State(
+        s = State(
             StateExecutor(chosen, owner, arguments, sampling, stream=stream, use_thread=use_thread)
         )
+        func = self.func if state is None else _on(state, self.func)
         if not stream:
-            _drive(state, self.func, args, arguments, keep)
-            return state
+            _drive(s, func, args, arguments, keep)
+            return s
         thread = threading.Thread(
             target=contextvars.copy_context().run,
-            args=(_drive, state, self.func, args, arguments, keep, True),
+            args=(_drive, s, func, args, arguments, keep, True),
             name="sgl_rwttt program",
             daemon=True,
         )
         owner.program_thread = thread
         thread.start()
-        return state
+        return s
 
     async def arun(self, *args: Any, **kwargs: Any) -> State:
         """As `run`, without blocking the event loop."""
@@ -131,6 +135,16 @@ class Program(SglFunction):
             if given.get(name) is None:
                 given[name] = list(empty)
         return SglSamplingParams(**given)
+
+
+def _on(snapshot: str, func: Callable[..., Any]) -> Callable[..., Any]:
+    """The program, started on a snapshot."""
+
+    def started(s: State, *args: Any, **kwargs: Any) -> Any:
+        s.restore(snapshot)
+        return func(s, *args, **kwargs)
+
+    return started
 
 
 def _drive(

@@ -174,6 +174,34 @@ class State(Observable):
 
         executor.ask(run)
 
+    # Files
+
+    def snapshot(self, name: str, kv: bool = False, replace: bool = False) -> dict[str, Any]:
+        """Save the committed version to a file in the server's `--ttt-snapshot-dir`.
+
+        What is pending is consumed first. The file holds what `clear_context` would keep; the
+        answer says so: version, tail_dropped, bytes. An existing file is refused unless `replace`.
+        Raises UnsupportedByRule for `kv`, StateCapacity, InvalidStateRequest.
+        """
+        if kv:
+            raise UnsupportedByRule(
+                "snapshot(kv=True): a file holds the weights only, not the context; save the text "
+                "beside it and say it again"
+            )
+        executor = self.stream_executor
+        answer: dict[str, Any] = executor.ask(partial(executor.snapshot, name, replace))
+        return answer
+
+    def restore(self, name: str) -> dict[str, Any]:
+        """Go to the empty context on a saved version; the text and what is pending are dropped.
+
+        Python variables, named results and checkpoints stay. Raises ReadOnlyState in a frozen
+        region, IncompatibleSnapshot naming the field, UnknownState, StateCapacity.
+        """
+        executor = self.stream_executor
+        answer: dict[str, Any] = executor.ask(partial(executor.restore, name))
+        return answer
+
     # Asking
 
     def score(self, text: str) -> Score:

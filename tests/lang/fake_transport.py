@@ -66,6 +66,7 @@ class FakeServer:
         self.sessions: dict[str, Session] = {}
         self.closed: set[str] = set()
         self.lock = threading.RLock()
+        self.files: dict[str, tuple[str, int]] = {}  # snapshots: (root, version number)
         self.boot()
         self.scripts: list[list[int]] = []  # outputs of the next gens, in order
         self.failures: list[StateError] = []  # raised by the next requests, in order
@@ -143,6 +144,40 @@ class FakeServer:
         if self.session(owner).roots.pop(root, None) is None:
             raise UnknownState(f"no root {root}")
         return {}
+
+    def op_save(
+        self,
+        owner: str,
+        name: str,
+        replace: bool,
+        root: str | None = None,
+        rid: str | None = None,
+        offset: int = 0,
+    ) -> Json:
+        session = self.session(owner)
+        if name in self.files and not replace:
+            raise InvalidStateRequest(f"snapshot {name!r} exists")
+        if rid is None:
+            if root not in session.roots:
+                raise UnknownState(f"no root {root}")
+            rows = 0
+            saved = (root, session.roots[root])
+        else:
+            node = self.node(session, rid)
+            clock = self.clock(
+                node.root, session.roots[node.root], node.tokens[:offset], node.modes[:offset]
+            )
+            rows = clock.rows
+            saved = (cleared_root_id(clock.version_id).hex(), clock.number)
+        self.files[name] = saved
+        return {"name": name, "root": saved[0], "version": saved[1], "tail_dropped": rows}
+
+    def op_restore(self, owner: str, name: str) -> Json:
+        if name not in self.files:
+            raise UnknownState(f"there is no snapshot {name!r}")
+        root, number = self.files[name]
+        self.session(owner).roots[root] = number
+        return {"name": name, "root": root, "version": number}
 
     def session(self, owner: str) -> Session:
         if owner in self.closed:
