@@ -38,6 +38,7 @@ from common import (
 from engine_worker import Job
 
 from sgl_rwttt.models.embedded import ensure
+from sgl_rwttt.srt_ext.attention import CPU_ATTENTION
 from sgl_rwttt.srt_ext.launch import engine_defaults, has_cuda, local_config, physical_cores
 
 WORKER = Path(__file__).resolve().with_name("engine_worker.py")
@@ -176,9 +177,13 @@ def job_for(
 
 
 def environment(options: argparse.Namespace, stock: bool) -> dict[str, str]:
-    """Threads; for the stock engine also a plugin list that this package is not on."""
+    """Threads; for the stock engine also a plugin list that this package is not on.
+
+    With ``--attention-backend rwttt_cpu`` the stock engine needs the plugin for that one name.
+    """
     variables = {"OMP_NUM_THREADS": str(options.threads)}
-    return variables | ({"SGLANG_PLUGINS": "none"} if stock else {})
+    is_without = stock and options.attention_backend != CPU_ATTENTION
+    return variables | ({"SGLANG_PLUGINS": "none"} if is_without else {})
 
 
 def measure_dtype(

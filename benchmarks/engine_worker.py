@@ -1,7 +1,7 @@
 """One SGLang engine in a process of its own, measured: `engine_worker.py JOB.json RESULT.json`.
 
-Started by bench_serving.py. Importing this file costs nothing heavy: SGLang's own processes
-import it again.
+Started by bench_serving.py; modes_worker.py uses the same engine. Importing this file costs nothing
+heavy: SGLang's own processes import it again.
 """
 
 from __future__ import annotations
@@ -87,12 +87,13 @@ class Bench:
         """Answer `prompts` together; (time of submission, streams)."""
 
         async def together() -> list[Stream]:
-            return await asyncio.gather(*(self._stream(ids, decode) for ids in prompts))
+            return await asyncio.gather(*(self.stream(ids, decode) for ids in prompts))
 
         start = time.perf_counter()
         return start, self.engine.loop.run_until_complete(together())
 
-    async def _stream(self, ids: list[int], decode: int) -> Stream:
+    async def stream(self, ids: list[int], decode: int) -> Stream:
+        """Answer one prompt, greedily, with exactly `decode` tokens; RuntimeError for fewer."""
         sampling = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": decode}
         chunks = await self.engine.async_generate(
             input_ids=ids, sampling_params=sampling, stream=True

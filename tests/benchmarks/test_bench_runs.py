@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from pathlib import Path
 from types import ModuleType
@@ -10,16 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.benchmarks.scripts import load, table_rows
 from tests.golden import FOLDER as GOLDEN
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-def load(name: str) -> ModuleType:
-    """A module of the benchmarks' folder, which is no package: its files are run as scripts."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        return importlib.import_module(name)
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +26,6 @@ def serving() -> ModuleType:
 @pytest.fixture(scope="module")
 def worker() -> ModuleType:
     return load("engine_worker")
-
-
-def table_rows(text: str) -> list[list[str]]:
-    """The cells of every Markdown table row of a report, headers and rules left out."""
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    rules = {i for i, line in enumerate(lines) if set(line) <= set("|-")}
-    kept = [line for i, line in enumerate(lines) if i not in rules and i + 1 not in rules]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in kept]
 
 
 def test_control_at_toy_size(control: ModuleType) -> None:
