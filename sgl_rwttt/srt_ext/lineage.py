@@ -86,6 +86,14 @@ class RequestLineage:
             raise OwnerReleased("this request runs no more", owner=self.owner, branch=self.branch)
         return self.state
 
+    def tokens(self, first: int, end: int) -> array[int]:
+        """Tokens ``[first, end)`` of the context, from the request (not from the device)."""
+        prompt, output = self.req.origin_input_ids, self.req.output_ids
+        split = len(prompt)
+        if first >= split:
+            return array("q", output[first - split : end - split])
+        return array("q", prompt[first:end]) + array("q", output[: max(0, end - split)])
+
     def next_effect(self) -> Effect:
         """WRITE when the next token of the running state completes a chunk, else READ."""
         clock = self.require_state().clock

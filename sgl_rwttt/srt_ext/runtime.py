@@ -89,6 +89,7 @@ class TTTRuntime:
         fits = required_fields(config, self.backend.report()["dtype"], fingerprint)
         self.snapshots = open_snapshots(options, fits, self.root, self.store, self.backend)
         self.rows: dict[int, Any] = {}  # request pool row -> RequestLineage
+        self.by_rid: dict[str, Any] = {}  # the same lineages by request id
         self.released: OrderedDict[str, None] = OrderedDict()
         self.retained = retained_window(options, self.fold_pages, bases - 1)
         self.metrics: TTTMetrics = make_metrics()
@@ -120,11 +121,14 @@ class TTTRuntime:
             return
         if held is not None:
             raise RuntimeError(f"row {row} still belongs to {held.branch}, not {lineage.branch}")
-        self.rows[row] = lineage
+        self.rows[row] = self.by_rid[lineage.branch] = lineage
 
     def unbind(self, row: int) -> Any:
         """Take the lineage off row ``row``; None when the row has no owner."""
-        return self.rows.pop(row, None)
+        lineage = self.rows.pop(row, None)
+        if lineage is not None:
+            del self.by_rid[lineage.branch]
+        return lineage
 
     def transition(self, lineage: RequestLineage, effect: Effect) -> Transition:
         """The next step of a running lineage, with ``effect``, as the planner sees it."""

@@ -117,36 +117,38 @@ class TTTStep:
         self.runtime.fail(lineage, lineage.typed(error))
 
 
-def _rows(forward_batch: Any) -> list[tuple[int, int, int, int]]:
-    """(pool row, first token, token count, context position) of each request of the batch."""
-    rows = forward_batch.req_pool_indices.tolist()
+def _rows(forward_batch: Any) -> Iterator[tuple[str, int, int, int]]:
+    """(request id, first row, row count, context position) of each request of the batch.
+
+    Known on the host: nothing waits for the device here.
+    """
     if forward_batch.forward_mode.is_decode():
         lengths = forward_batch.seq_lens_cpu.tolist()
-        return [(row, i, 1, lengths[i] - 1) for i, row in enumerate(rows)]
-    starts = forward_batch.extend_start_loc.tolist()
-    counts = forward_batch.extend_seq_lens_cpu
-    prefixes = forward_batch.extend_prefix_lens_cpu
-    return [(row, starts[i], int(counts[i]), int(prefixes[i])) for i, row in enumerate(rows)]
+        for i, rid in enumerate(forward_batch.rids):
+            yield rid, i, 1, lengths[i] - 1
+        return
+    start = 0
+    counts, prefixes = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
+    for rid, count, prefix in zip(forward_batch.rids, counts, prefixes, strict=True):
+        yield rid, start, int(count), int(prefix)
+        start += int(count)
 
 
-def plan_owners(
-    runtime: TTTRuntime, input_ids: torch.Tensor, forward_batch: Any
-) -> list[tuple[RequestLineage, Candidate]]:
+def plan_owners(runtime: TTTRuntime, forward_batch: Any) -> list[tuple[RequestLineage, Candidate]]:
     """Begin a write for every owned row; an owner whose pages cannot be had fails alone.
 
     So does one that is not where its row says it is.
     """
-    tokens = input_ids.tolist()
     owners: list[tuple[RequestLineage, Candidate]] = []
-    for row, start, count, position in _rows(forward_batch):
-        lineage = runtime.rows.get(row)
+    for rid, start, count, position in _rows(forward_batch):
+        lineage = runtime.by_rid.get(rid)
         if lineage is None or lineage.state is None or lineage.error is not None:
             continue
         try:
             _check_position(lineage.state.clock.position, position)
             candidate = runtime.store.begin_write(
                 lineage.state,
-                tokens[start : start + count],
+                lineage.tokens(position, position + count),
                 lineage.extend_to(position + count),
                 start,
             )
@@ -172,7 +174,7 @@ def forward_step(
     Yields None when no row of the batch has an owner.
     """
     idle = forward_batch.forward_mode.is_idle()
-    owners = [] if idle else plan_owners(runtime, input_ids, forward_batch)
+    owners = [] if idle else plan_owners(runtime, forward_batch)
     if not owners:
         yield None
         return
