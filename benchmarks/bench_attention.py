@@ -84,10 +84,9 @@ class Pool:
         table[:, :shared] = table[0, :shared].clone()
         turns = torch.arange(rows * tail).view(tail, rows).T + rows * head
         self.table = torch.cat([table, turns], 1).int() + 1
+        table_pool = SimpleNamespace(req_to_token=self.table)
         runner = SimpleNamespace(
-            device="cpu",
-            token_to_kv_pool=self.pool,
-            req_to_token_pool=SimpleNamespace(req_to_token=self.table),
+            device="cpu", token_to_kv_pool=self.pool, req_to_token_pool=table_pool
         )
         self.backends = dict(
             zip(BACKENDS, (TorchNativeAttnBackend(runner), CPUAttnBackend(runner)), strict=True)
@@ -179,7 +178,7 @@ def measure_layers(sizes: Sequence[tuple[int, int]], dtype_name: str, repeats: i
 
 def measure_steps(options: argparse.Namespace, model: Path, dtype: str) -> dict[str, Any]:
     """Both engines at one dtype: size -> backend -> runs."""
-    sizes = [tuple(size) for size in options.sizes]
+    sizes = options.sizes
     longest = max(rows * (length + options.decode) for rows, length in sizes)
     batches = {f"{rows} x {length}": make_prompts(model, rows, length) for rows, length in sizes}
     results: dict[str, Any] = {name: {} for name in batches}
@@ -194,8 +193,8 @@ def measure_steps(options: argparse.Namespace, model: Path, dtype: str) -> dict[
             max_running_requests=max(rows for rows, _ in sizes),
             disable_overlap_schedule=True,
         )
-        path = str(engine.pop("model_path"))
-        job = AttentionJob(path, engine, batches, options.decode, options.repeats)
+        engine.pop("model_path")
+        job = AttentionJob(str(model), engine, batches, options.decode, options.repeats)
         env = {"OMP_NUM_THREADS": str(options.threads)}
         for name, runs in run_worker(WORKER, asdict(job), env, TIMEOUT_S).items():
             results[name][backend] = runs
@@ -260,8 +259,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.dtype = options.dtype or (["float32"] if options.quick else ["float32", "bfloat16"])
     options.sizes = QUICK_SIZES if options.quick else STEP_SIZES
     options.turns = 4 if options.quick else 40
-    if options.quick:
-        options.repeats, options.decode = 1, 8
+    options.repeats = 1 if options.quick else options.repeats
     if options.repeats < 1 or options.threads < 1 or options.decode < 2:
         parser.error("--repeats and --threads must be at least 1, --decode at least 2")
     return options
