@@ -1,7 +1,7 @@
 """Traces, execution modes, kinds of commit and wait budgets on the real engine.
 
 Parts (`--only`), each a table:
-  traces  uniform, bursty-update, all-update, poisson and heterogeneous streams, against uniform
+  traces  uniform, bursty-update, all-update, poisson, phase-skew, heterogeneous, against uniform
   modes   --ttt-mode rw, phase and serial
   commit  --ttt-commit owner and dense
   wait    --ttt-wait-budget 0, 1, 2, 4, 8, 16 on the phase-skew trace
@@ -55,6 +55,7 @@ class Setup:
 
 
 ALL_UPDATE = Setup(chunk=1)
+UNEVEN = ("poisson", "phase-skew", "heterogeneous")
 
 
 def wanted(options: argparse.Namespace) -> dict[Setup, list[str]]:
@@ -62,7 +63,7 @@ def wanted(options: argparse.Namespace) -> dict[Setup, list[str]]:
     plain, pair = Setup(), ["uniform", "bursty-update"]
     few = [f"uniform x{n}" for n in FEWER if n < options.streams]
     parts: dict[str, list[tuple[Setup, list[str]]]] = {
-        "traces": [(plain, [*pair, "poisson", "heterogeneous"]), (ALL_UPDATE, ["all-update"])],
+        "traces": [(plain, [*pair, *UNEVEN]), (ALL_UPDATE, ["all-update"])],
         "modes": [(Setup(m), pair if m != "serial" else pair[:1]) for m in MODES],
         "commit": [(Setup(commit=c), pair) for c in ("owner", "dense")],
         "wait": [(Setup(options.wait_mode, w), ["phase-skew"]) for w in options.budgets],

@@ -20,7 +20,7 @@ TITLES = {
     "wait": "Wait budgets on the phase-skew trace, against none",
 }
 PAIR = ("uniform", "bursty-update")
-TRACES = (*PAIR, "all-update", "poisson", "heterogeneous")
+TRACES = (*PAIR, "all-update", "poisson", "phase-skew", "heterogeneous")
 
 
 def timing_of(run: dict[str, Any]) -> Timing:

@@ -175,8 +175,8 @@ def test_one_engine_per_setup(modes: ModuleType) -> None:
     engines = modes.wanted(modes.parse([]))
     assert len(engines) == 1 + 1 + 2 + 1 + 5
     assert engines[modes.Setup()] == [
-        *("uniform", "bursty-update", "poisson", "heterogeneous"),
-        *("phase-skew", "uniform x1", "uniform x2", "uniform x4"),
+        *("uniform", "bursty-update", "poisson", "phase-skew", "heterogeneous"),
+        *("uniform x1", "uniform x2", "uniform x4"),
     ]
     assert engines[modes.ALL_UPDATE] == ["all-update"]
     assert all(names[0] != "poisson" for names in engines.values())
@@ -231,7 +231,7 @@ def test_report_of_every_part(modes: ModuleType, tmp_path: Path) -> None:
     modes.write(report, tmp_path, plots=False)
     rows = {row[0]: row for row in table_rows((tmp_path / "modes.md").read_text())}
     assert list(rows) == [
-        *("uniform", "bursty-update", "all-update", "poisson", "heterogeneous"),
+        *("uniform", "bursty-update", "all-update", "poisson", "phase-skew", "heterogeneous"),
         *("rw, uniform", "rw, bursty-update", "phase, uniform", "phase, bursty-update"),
         *("serial, uniform", "owner, uniform", "owner, bursty-update"),
         *("dense, uniform", "dense, bursty-update", "w = 0", "w = 2"),
