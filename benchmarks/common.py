@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from sgl_rwttt.srt_ext.launch import has_cuda, physical_cores
+from sgl_rwttt.srt_ext.launch import fresh_environment, has_cuda, physical_cores
 
 _LOG_TAIL = 6000  # characters of a failed worker's log that are shown
 
@@ -142,7 +142,7 @@ def run_worker(
                 [sys.executable, str(script), str(asked), str(answered)],
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **env},
+                env={**fresh_environment(), **env},
                 start_new_session=True,
             )
             try:

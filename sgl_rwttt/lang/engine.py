@@ -176,8 +176,7 @@ def _publish_options(server_args: dict[str, Any]) -> None:
     from sgl_rwttt.srt_ext.options import TTTOptions
 
     own = {name: server_args.pop(name) for name in list(server_args) if name.startswith("ttt_")}
-    if own:
-        TTTOptions.from_mapping(own).publish()
+    TTTOptions.from_mapping(own).publish()  # without any too: those of an earlier engine end here
 
 
 def _runs(process: Any) -> bool:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .attention import CPU_ATTENTION
+from .options import ENV_ACTIVE, ENV_MODELS, ENV_OPTIONS
 from .refusals import RADIX_BACKEND
 
 CPU_KV_BYTES = 1 << 30  # KV pool of a CPU engine, unless max_total_tokens says otherwise
@@ -96,6 +97,16 @@ def prepare_environment(environ: MutableMapping[str, str] | None = None) -> None
     if "OMP_NUM_THREADS" not in env:
         env["OMP_NUM_THREADS"] = str(physical_cores())
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def fresh_environment() -> dict[str, str]:
+    """This process's environment without what an engine started in it left for its own children.
+
+    For a process that starts another server: the state options and the active plugin of the
+    first one are not meant for it.
+    """
+    left = (ENV_ACTIVE, ENV_OPTIONS, ENV_MODELS)
+    return {name: value for name, value in os.environ.items() if name not in left}
 
 
 def local_config(model_path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 ENV_OPTIONS = "RWTTT_OPTIONS"
 ENV_ACTIVE = "RWTTT_ACTIVE"
+ENV_MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 
 
 MODES = ("rw", "phase", "serial")
@@ -176,7 +177,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def publish_arguments(args: argparse.Namespace) -> None:
-    """Publish the ``--ttt-*`` values of a parsed command line, if any was given."""
+    """Publish the ``--ttt-*`` values of a parsed command line; what was published before ends."""
     given = {f"ttt_{f.name}": getattr(args, f"ttt_{f.name}", None) for f in fields(TTTOptions)}
-    if any(value is not None for value in given.values()):
-        TTTOptions.from_mapping(given).publish()
+    TTTOptions.from_mapping(given).publish()

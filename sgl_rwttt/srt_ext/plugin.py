@@ -14,13 +14,12 @@ import sys
 from typing import Any
 
 from .attention import default_attention, is_asked_for, refuse_misuse, register_attention
-from .options import ENV_ACTIVE, TTTOptions, add_arguments, publish_arguments
+from .options import ENV_ACTIVE, ENV_MODELS, TTTOptions, add_arguments, publish_arguments
 from .refusals import RADIX_BACKEND, refuse_unsupported
 from .seams import check_seams
 from .snapshot_folder import check_folder
 
 MODEL_PACKAGE = "sgl_rwttt.srt_ext.models"
-ENV_MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 
 
 def register() -> None:

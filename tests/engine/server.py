@@ -15,6 +15,8 @@ from typing import Any
 
 import requests
 
+from sgl_rwttt.srt_ext.launch import fresh_environment
+
 START_TIMEOUT_S = 240
 
 
@@ -37,7 +39,7 @@ class Server:
                 [*command, "--host", "127.0.0.1", "--port", str(self.port)],
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})},
+                env={**fresh_environment(), **(env or {})},
                 start_new_session=True,
             )
 

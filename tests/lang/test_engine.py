@@ -21,6 +21,7 @@ import pytest
 import sgl_rwttt as rw
 from sgl_rwttt import ServerGone, assistant, function, gen, user
 from sgl_rwttt.lang.state import State
+from sgl_rwttt.srt_ext.launch import fresh_environment
 from tests.engine.server import free_port
 
 from .conftest import check_text
@@ -97,6 +98,7 @@ class Server:
         flags += [f"--{k.replace('_', '-')}={v}" for k, v in OPTIONS.items()]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "sgl_rwttt.cli.main", "serve", str(checkpoint), *flags],
+            env=fresh_environment(),
             start_new_session=True,
         )
 

@@ -11,7 +11,9 @@ import pytest
 from sgl_rwttt.backends.in_place import InPlaceConfig
 from sgl_rwttt.core.effects import Effect
 from sgl_rwttt.core.errors import InvalidStateRequest
+from sgl_rwttt.lang.engine import _publish_options
 from sgl_rwttt.srt_ext import refusals
+from sgl_rwttt.srt_ext.launch import fresh_environment
 from sgl_rwttt.srt_ext.options import ENV_OPTIONS, TTTOptions, add_arguments, publish_arguments
 from sgl_rwttt.srt_ext.params import parse_params
 from sgl_rwttt.srt_ext.refusals import RefusedFlag, refuse_unsupported
@@ -46,6 +48,20 @@ def test_flags_travel_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
     assert TTTOptions.from_env() == TTTOptions(memory_mb=7, fold_rows=0)
     publish_arguments(parser.parse_args(["--snapshot-dir", "a"]))
     assert TTTOptions.from_env() == TTTOptions(snapshot_dir="a")
+
+
+def test_options_of_an_earlier_server_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: a second engine of this process, or a server it starts, in the first one's mode."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    for publish in (
+        lambda: publish_arguments(parser.parse_args([])),
+        lambda: _publish_options({"model_path": "x"}),
+    ):
+        monkeypatch.setenv(ENV_OPTIONS, '{"mode": "serial", "max_owners": 1}')
+        assert ENV_OPTIONS not in fresh_environment()
+        publish()
+        assert TTTOptions.from_env() == TTTOptions()
 
 
 @pytest.mark.parametrize("memory_mb", [16, 64, 2048])
