@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,6 +62,20 @@ def empty(pools: Pools, pages: int, base: bool) -> Checkpoint:
 def slots_table(pages: Sequence[int], base: int | None, device: torch.device) -> Tensor:
     """Pages, then the base if any: one copy to the device."""
     return device_table([*pages, *([] if base is None else [base])], device)
+
+
+def pairs(
+    pools: Pools, checkpoint: Checkpoint, slots: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """(pool, its part of the checkpoint, the slots of it) for H, V and, if there is one, the base.
+
+    ``slots`` is the table of ``slots_table``.
+    """
+    pages = checkpoint.H.shape[1]
+    yield pools.H, checkpoint.H, slots[:pages]
+    yield pools.V, checkpoint.V, slots[:pages]
+    if checkpoint.D is not None:
+        yield pools.D, checkpoint.D, slots[pages:]
 
 
 def check_fits(checkpoint: Checkpoint, pages: Sequence[int], base: int | None) -> None:

@@ -12,6 +12,7 @@ from sgl_rwttt.kernels.checkpoint.layout import (
     by_slot,
     check_fits,
     empty,
+    pairs,
     slots_table,
 )
 
@@ -28,11 +29,8 @@ def checkpoint_write(
     """
     pools = by_slot(H, V, D, chunk)
     checkpoint = empty(pools, len(pages), base is not None)
-    slots = slots_table(pages, base, H.device)
-    for pool, copy in ((pools.H, checkpoint.H), (pools.V, checkpoint.V)):
-        torch.index_select(pool, 1, slots[: len(pages)], out=copy)
-    if checkpoint.D is not None:
-        torch.index_select(pools.D, 1, slots[len(pages) :], out=checkpoint.D)
+    for pool, copy, slots in pairs(pools, checkpoint, slots_table(pages, base, H.device)):
+        torch.index_select(pool, 1, slots, out=copy)
     return checkpoint
 
 
@@ -52,8 +50,5 @@ def checkpoint_read(
     """
     pools = by_slot(H, V, D, chunk)
     check_fits(checkpoint, pages, base)
-    slots = slots_table(pages, base, H.device)
-    pools.H.index_copy_(1, slots[: len(pages)], checkpoint.H)
-    pools.V.index_copy_(1, slots[: len(pages)], checkpoint.V)
-    if checkpoint.D is not None:
-        pools.D.index_copy_(1, slots[len(pages) :], checkpoint.D)
+    for pool, copy, slots in pairs(pools, checkpoint, slots_table(pages, base, H.device)):
+        pool.index_copy_(1, slots, copy)

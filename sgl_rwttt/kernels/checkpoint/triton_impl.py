@@ -11,6 +11,7 @@ from sgl_rwttt.kernels.checkpoint.layout import (
     by_slot,
     check_fits,
     empty,
+    pairs,
     slots_table,
 )
 from sgl_rwttt.kernels.triton_rows import move_rows
@@ -22,11 +23,8 @@ def checkpoint_write(
     """As ``torch_impl.checkpoint_write``."""
     pools = by_slot(H, V, D, chunk)
     checkpoint = empty(pools, len(pages), base is not None)
-    slots = slots_table(pages, base, H.device)
-    move_rows(pools.H, checkpoint.H, slots, None, len(pages))
-    move_rows(pools.V, checkpoint.V, slots, None, len(pages))
-    if checkpoint.D is not None:
-        move_rows(pools.D, checkpoint.D, slots[len(pages) :], None, 1)
+    for pool, copy, slots in pairs(pools, checkpoint, slots_table(pages, base, H.device)):
+        move_rows(pool, copy, slots, None, slots.shape[0])
     return checkpoint
 
 
@@ -42,8 +40,5 @@ def checkpoint_read(
     """As ``torch_impl.checkpoint_read``."""
     pools = by_slot(H, V, D, chunk)
     check_fits(checkpoint, pages, base)
-    slots = slots_table(pages, base, H.device)
-    move_rows(checkpoint.H, pools.H, None, slots, len(pages))
-    move_rows(checkpoint.V, pools.V, None, slots, len(pages))
-    if checkpoint.D is not None:
-        move_rows(checkpoint.D, pools.D, None, slots[len(pages) :], 1)
+    for pool, copy, slots in pairs(pools, checkpoint, slots_table(pages, base, H.device)):
+        move_rows(copy, pool, None, slots, slots.shape[0])
