@@ -84,6 +84,10 @@ class PinTable:
             raise UnknownState(f"no open root {root.hex()}")
         return self._owners_of[root]
 
+    def roots_of(self, owner: str) -> list[bytes]:
+        """Roots that an owner holds open, oldest first."""
+        return [root for root, owners in self._owners_of.items() if owner in owners]
+
     # pins
 
     def pin(self, owner: str, name: str, state: OwnerState) -> None:
@@ -127,7 +131,7 @@ class PinTable:
         pins = self._pins.pop(owner, {})
         for pin in pins.values():
             self._let_go(pin)
-        roots = [root for root, owners in self._owners_of.items() if owner in owners]
+        roots = self.roots_of(owner)
         for root in roots:
             self._let_go_root(owner, root)
         return len(pins) + len(roots)

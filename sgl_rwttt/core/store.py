@@ -217,6 +217,10 @@ class TTTStateStore:
         """See `PinTable.open_root`."""
         return self._pins.open_root(owner, version)
 
+    def roots_of(self, owner: str) -> list[bytes]:
+        """See `PinTable.roots_of`."""
+        return self._pins.roots_of(owner)
+
     def root(self, owner: str, root: bytes) -> Version:
         """See `PinTable.root`."""
         return self._pins.root(owner, root)

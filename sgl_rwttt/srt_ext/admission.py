@@ -44,11 +44,11 @@ def admit(runtime: TTTRuntime, sessions: Any, recv_req: Any) -> RequestLineage |
     session_params = recv_req.session_params
     if session_params is not None:
         check_session_params(session_params)
-    stateless = session_params is None or session_params.id is None
+    in_session = session_params is not None and session_params.id is not None
     if params.mode is None:
-        _refuse_state(params, session=not stateless)
+        _refuse_state(params, session=in_session)
         return None
-    if stateless:
+    if not in_session:
         return _anonymous(runtime, recv_req, params)
     return _in_session(runtime, sessions, recv_req, params)
 
@@ -133,7 +133,7 @@ def _in_session(
         )
     check_branches(session)
     if params.clear is not None:
-        check_roots(len(runtime.store.holdings([owner])[owner].roots), owner)
+        check_roots(len(runtime.store.roots_of(owner)), owner)
     starts: tuple[str, ...] = ()
     if given.rid is None:
         root, spans = _session_root(runtime, owner, given, params), ModeSpans()

@@ -44,6 +44,14 @@ def text(args: dict[str, Any], key: str) -> str:
     return value
 
 
+def integer(args: dict[str, Any], key: str) -> int | None:
+    """A whole number, None when it is not given; true and false are none."""
+    value = args.get(key)
+    if value is not None and type(value) is not int:
+        raise InvalidStateRequest(f"{key!r} must be an integer, got {shown(value)}")
+    return value
+
+
 def only(args: dict[str, Any], *known: str) -> None:
     """Raise InvalidStateRequest for an argument that the verb does not have."""
     unknown = sorted(set(args) - set(known))

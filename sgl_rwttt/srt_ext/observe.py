@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
@@ -100,8 +99,8 @@ def _branch(node: Any) -> dict[str, Any]:
 
 
 def _ledger(stats: dict[str, int]) -> dict[str, dict[str, int]]:
-    kinds: Iterable[str] = ("free", "live", "total")
-    return {
-        pool: {kind: stats[f"{pool}_{kind}"] for kind in kinds} | {"reserved": 1}
-        for pool in ("pages", "bases")
-    }
+    ledger = {}
+    for pool in ("pages", "bases"):
+        free, live, total = (stats[f"{pool}_{kind}"] for kind in ("free", "live", "total"))
+        ledger[pool] = {"free": free, "live": live, "total": total, "reserved": total - free - live}
+    return ledger

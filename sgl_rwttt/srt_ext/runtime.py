@@ -142,11 +142,15 @@ class TTTRuntime:
             placement=self.placement,
         )
 
+    def count(self, name: str, n: int = 1) -> None:
+        """Count ``n`` events, for ``/ttt/info`` and for the metrics; a key of ``COUNTERS``."""
+        self.counters[name] += n
+        self.metrics.count(name, n)
+
     def note_start(self, lineage: RequestLineage) -> None:
         """Count how an admitted request continues its parent."""
         for name in lineage.starts:
-            self.counters[name] += 1
-            self.metrics.count(name)
+            self.count(name)
 
     def note_refusal(self, error: StateError, **more: str) -> None:
         """Count a refusal and write its log line."""
@@ -164,8 +168,7 @@ class TTTRuntime:
         """``lineage`` committed these versions: count them, and expire older ones."""
         if not versions:
             return
-        self.counters["commits"] += len(versions)
-        self.metrics.count("commits", len(versions))
+        self.count("commits", len(versions))
         if lineage.window is not None:
             lineage.window.passed(versions)
 
@@ -225,8 +228,7 @@ class TTTRuntime:
 
     def fail(self, lineage: Any, error: StateError) -> None:
         """End ``lineage``'s request with ``error`` and one log line; nobody else notices."""
-        self.counters["failed_writes"] += 1
-        self.metrics.count("failed_writes")
+        self.count("failed_writes")
         logger.error(event_line("ttt_write_failed", error))
         lineage.fail(error)
 

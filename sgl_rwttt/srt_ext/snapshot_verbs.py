@@ -11,7 +11,7 @@ from sgl_rwttt.core.lineage import cleared_root_id
 from sgl_rwttt.core.versions import Version
 
 from .admission import find_node, find_session, point_of
-from .arguments import only, shown, text
+from .arguments import integer, only, shown, text
 from .limits import check_roots
 from .logs import public_name
 from .params import parse_id
@@ -45,12 +45,12 @@ def restore(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
     runtime, snapshots = scheduler.ttt, _snapshots(scheduler)
     owner, name = text(args, "owner"), text(args, "name")
     find_session(runtime, scheduler.session_controller, owner)
-    check_roots(len(runtime.store.holdings([owner])[owner].roots), owner)
+    check_roots(len(runtime.store.roots_of(owner)), owner)
     started = time.monotonic()
     restored, size = snapshots.restore(name, owner)
     _note(runtime, "restore", owner, name, size, started)
     if restored.reused:
-        _count(runtime, "snapshot_hits")
+        runtime.count("snapshot_hits")
     return {
         **_described(owner, name, restored.version),
         "reused": restored.reused,
@@ -83,9 +83,7 @@ def _point(scheduler: Any, owner: str, args: dict[str, Any]) -> tuple[Version, i
             raise InvalidStateRequest("'offset' goes with 'rid'")
         root = parse_id(text(args, "root"), "root")
         return runtime.store.snapshots.cleared(owner, root), 0
-    offset = args.get("offset")
-    if offset is not None and type(offset) is not int:
-        raise InvalidStateRequest(f"'offset' must be an integer, got {shown(offset)}")
+    offset = integer(args, "offset")
     node = find_node(sessions, session, text(args, "rid"))
     lineage, chain, at = point_of(runtime, node, offset, owner)
     report = lineage.current_report()
@@ -111,7 +109,7 @@ def _described(owner: str, name: str, version: Version) -> dict[str, Any]:
 
 
 def _note(runtime: Any, what: str, owner: str, name: str, size: int, started: float) -> None:
-    _count(runtime, f"snapshot_{what}s")
+    runtime.count(f"snapshot_{what}s")
     logger.info(
         "ttt_%s owner=%s name=%s bytes=%d seconds=%.3f",
         what,
@@ -120,8 +118,3 @@ def _note(runtime: Any, what: str, owner: str, name: str, size: int, started: fl
         size,
         time.monotonic() - started,
     )
-
-
-def _count(runtime: Any, name: str) -> None:
-    runtime.counters[name] += 1
-    runtime.metrics.count(name)

@@ -13,7 +13,7 @@ from sgl_rwttt.core.errors import InvalidStateRequest, StateError
 
 from . import injection, observe, snapshot_verbs
 from .admission import find_node, find_session, point_of
-from .arguments import only, shown, text, unpack
+from .arguments import integer, only, shown, text, unpack
 from .limits import check_place
 from .params import parse_id
 
@@ -132,9 +132,7 @@ def state_at(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
     """The state report of a point (rid, offset); the offset's default is the node's full length."""
     only(args, "owner", "rid", "offset")
     owner, rid = text(args, "owner"), text(args, "rid")
-    offset = args.get("offset")
-    if offset is not None and not isinstance(offset, int):
-        raise InvalidStateRequest(f"'offset' must be an integer, got {shown(offset)}")
+    offset = integer(args, "offset")
     session = find_session(scheduler.ttt, scheduler.session_controller, owner)
     req = find_node(scheduler.session_controller, session, rid)
     lineage, chain, at = point_of(scheduler.ttt, req, offset, owner)
