@@ -8,6 +8,7 @@ from typing import Any
 # rule name -> module:class
 BACKENDS: dict[str, str] = {
     "in_place": "sgl_rwttt.backends.in_place:InPlaceBackend",
+    "lora_delta": "sgl_rwttt.backends.lora_delta:LoraDeltaBackend",
 }
 
 

@@ -30,6 +30,7 @@ class Segment(NamedTuple):
     base: int | None  # committed dense base at the segment's start
     pages: tuple[int, ...]  # committed pages on top of `base` at the segment's start
     parts: tuple[BlockPart, ...]  # in order, covering all rows
+    evidence: tuple[tuple[int, ...], ...] = ()  # WRITE tokens per block, where they are evidence
 
     @property
     def blocks(self) -> tuple[BlockPart, ...]:

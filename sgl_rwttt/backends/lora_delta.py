@@ -1,0 +1,266 @@
+"""LoRA deltas (DeltaAdapterState): an adapter per owner, trained on what the owner read.
+
+At each targeted projection ``y = W x + (alpha / r) B (A x)``, with the owner's own A and B and the
+base model's W, which everybody shares. After every C write-mode tokens the owner's adapter takes
+AdamW steps on those C tokens, read as a sequence of their own from position 0 (``lora_train``);
+a segment that the model already predicts well is not learnt from, and the next version then shares
+its predecessor's slot. A token that completes a segment is answered with the version before it.
+Source: TLM, Hu et al. 2025 ("Test-Time Learning for Large Language Models"), in its online form.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sgl_rwttt.backends.lora_config import LoraDeltaConfig
+from sgl_rwttt.backends.lora_decoder import DecoderWeights
+from sgl_rwttt.backends.lora_slots import AdapterSlots, initial_adapter
+from sgl_rwttt.backends.lora_train import Outcome, boundary_update
+from sgl_rwttt.core.faults import reach
+from sgl_rwttt.kernels import kernel
+from sgl_rwttt.kernels.apply_state.plan import ReadPlan
+from sgl_rwttt.kernels.lora_apply.plan import plan_lora
+
+if TYPE_CHECKING:
+    from sgl_rwttt.core.segment import Segment
+
+__all__ = ["LoraDeltaBackend", "LoraDeltaConfig", "initial_adapter"]
+
+_log = logging.getLogger(__name__)
+
+
+class Job(NamedTuple):
+    """One owner's boundary."""
+
+    segment: int  # index of its segment
+    page: int  # slot that takes the new adapter
+    pages: tuple[int, ...]  # what the segment's rows read before the boundary
+    tokens: Sequence[int]  # the evidence
+
+
+@dataclass(slots=True)
+class LoraPlan:
+    """Built once per forward, used by every layer; not reusable."""
+
+    segments: tuple[Segment, ...]
+    read: ReadPlan
+    deferred: tuple[Job, ...]  # completed by their segment's last token: written afterwards
+    kept: dict[int, tuple[int, ...]]  # page of a boundary without a step -> what is read instead
+    written: list[tuple[int, int]]  # (segment, page) of boundaries passed, in order
+    failed: dict[int, str] = field(default_factory=dict)  # segment -> why its write failed twice
+    retried: int = 0  # boundaries that were computed once more, each alone
+    updates: int = 0  # boundaries that changed an adapter
+    finished: bool = False
+
+    def written_pages(self, segment: int) -> tuple[int, ...]:
+        """Pages of the boundaries that one segment may commit, in order."""
+        if segment in self.failed:
+            return ()
+        return tuple(page for index, page in self.written if index == segment)
+
+    def unchanged_pages(self, segment: int) -> tuple[int, ...]:
+        """Those of ``written_pages`` whose version shares its predecessor's slot."""
+        return tuple(page for page in self.written_pages(segment) if page in self.kept)
+
+
+class LoraDeltaBackend(AdapterSlots):
+    """The rule's READ and WRITE over its slots; implements ``base.StateBackend``."""
+
+    name = "lora_delta"
+
+    def __init__(
+        self,
+        config: LoraDeltaConfig,
+        slots: int,
+        train_tokens: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Allocate the pools; ``set_weights`` and ``set_start`` have to follow.
+
+        ``train_tokens`` bounds the padded tokens of one forward and backward of a WRITE. Raises
+        ValueError when a segment would not fit.
+        """
+        super().__init__(config, slots, device)
+        if train_tokens < config.chunk:
+            raise ValueError(
+                f"{train_tokens} training tokens at a time do not hold a segment of {config.chunk}"
+            )
+        self.train_tokens = train_tokens
+        self.write_group: int | None = None  # largest BoundaryUpdate batch; None = the step's
+        self._weights: DecoderWeights | None = None
+        self._read_cache: tuple[tuple[int, ...], ReadPlan] = ((), self._plan_read(()))
+        self._apply = kernel("lora_apply", self.device.type)
+
+    def report(self) -> dict[str, Any]:
+        """Sizes and rule, plain values for a status page."""
+        return {
+            "backend": self.name,
+            "rule": self.config.rule,
+            "layers": list(range(self.config.shape.layers)),
+            "targets": list(self.config.targets),
+            "chunk": self.config.chunk,
+            "dtype": "float32",
+            "pages": self.pages,
+            "page_bytes": self.page_bytes,
+            "bases": self.bases,
+            "base_bytes": self.base_bytes,
+            "train_tokens": self.train_tokens,
+        }
+
+    def set_weights(self, weights: DecoderWeights) -> None:
+        """Take the model's own weights; they are neither copied nor changed."""
+        if weights.shape != self.config.shape:
+            raise ValueError(f"weights of {weights.shape}, not {self.config.shape}")
+        self._weights = weights
+
+    def begin_step(self, segments: Sequence[Segment]) -> LoraPlan:
+        """Write the boundaries inside the segments, then plan what each row reads.
+
+        Evidence is token ids, so an inner boundary needs nothing of this forward pass; owners'
+        boundaries are batched, an owner's own follow each other. Writes only slots that the
+        segments' candidates own. Raises ValueError on segments whose boundaries and evidence do
+        not match, RuntimeError while there are no weights.
+        """
+        if self._weights is None:
+            raise RuntimeError("the backend has no weights")
+        inner, deferred = self._jobs(segments)
+        nothing = self._read_cache[1]
+        plan = LoraPlan(tuple(segments), nothing, deferred, kept={}, written=[])
+        while any(inner):
+            self._write(plan, [jobs.pop(0) for jobs in inner if jobs])
+            inner = [[job for job in jobs if job.segment not in plan.failed] for jobs in inner]
+        slots = tuple(self._row_slots(plan))
+        if slots != self._read_cache[0]:
+            self._read_cache = (slots, self._plan_read(slots))
+        plan.read = self._read_cache[1]
+        return plan
+
+    @torch.no_grad()
+    def read(self, plan: LoraPlan, layer: int, target: str, x: Tensor) -> Tensor:
+        """The state's part of one projection of x [N, d_in]: [N, d_out] float32, zeros for rows of
+        no segment.
+        """
+        A, B = self.pools[target]
+        out = torch.zeros(x.shape[0], B.shape[2], device=x.device)
+        self._apply(x.float(), out, plan.read, A[layer], B[layer], self.config.scale)
+        return out
+
+    def finish_step(self, plan: LoraPlan) -> list[bool]:
+        """Write the boundaries at the segments' ends; per segment, whether it may be committed.
+
+        False: some boundary of that segment is not finite, or computing it failed twice (in the
+        batch, then alone). Raises RuntimeError on a second call.
+        """
+        if plan.finished:
+            raise RuntimeError("cannot finish the step: it ran already")
+        plan.finished = True
+        self._write(plan, [job for job in plan.deferred if job.segment not in plan.failed])
+        return [index not in plan.failed for index in range(len(plan.segments))]
+
+    def _jobs(self, segments: Sequence[Segment]) -> tuple[list[list[Job]], tuple[Job, ...]]:
+        """(inner boundaries of each segment in order, those at the segments' ends)."""
+        inner: list[list[Job]] = []
+        deferred: list[Job] = []
+        for index, segment in enumerate(segments):
+            blocks = segment.blocks
+            if len(blocks) != len(segment.evidence):
+                raise ValueError(
+                    f"segment {index}: {len(blocks)} boundaries, evidence of "
+                    f"{len(segment.evidence)}"
+                )
+            jobs = [
+                Job(index, part.page, part.pages, tokens)
+                for part, tokens in zip(blocks, segment.evidence, strict=True)
+            ]
+            last = blocks[-1].deferred if blocks else False
+            deferred += jobs[-1:] if last else []
+            inner.append(jobs[:-1] if last else jobs)
+        return inner, tuple(deferred)
+
+    def _row_slots(self, plan: LoraPlan) -> Iterator[int]:
+        """The slot that each row of the batch reads, up to the last row of a segment."""
+        row = 0
+        for segment in sorted(plan.segments, key=lambda segment: segment.start):
+            yield from (0 for _ in range(segment.start - row))
+            for part in segment.parts:
+                slot = self._effective(plan, part.pages)
+                unread = slot == self.start and self.starts_at_zero
+                yield from (0 if unread else slot for _ in range(part.count))
+            row = segment.start + segment.count
+
+    def _effective(self, plan: LoraPlan, pages: tuple[int, ...]) -> int:
+        while pages and pages[-1] in plan.kept:
+            pages = plan.kept[pages[-1]]
+        return self.slot_of(pages)
+
+    def _plan_read(self, slots: Sequence[int]) -> ReadPlan:
+        return plan_lora(slots, self.config.rank, self.device)
+
+    def _write(self, plan: LoraPlan, jobs: list[Job]) -> None:
+        """BoundaryUpdate of different owners in groups, then of each failing one alone."""
+        size = self.write_group or max(1, len(jobs))
+        again: list[Job] = []
+        raised: RuntimeError | None = None
+        for first in range(0, len(jobs), size):
+            group = jobs[first : first + size]
+            try:
+                again += self._write_group(plan, group)
+            except RuntimeError as error:
+                raised = error
+                again += group
+        if again:
+            plan.retried += len(again)
+            reason = "not finite" if raised is None else repr(raised)
+            _log.warning("ttt_write_retried blocks=%d reason=%s", len(again), reason)
+        for job in again:
+            try:
+                if self._write_group(plan, [job]):
+                    plan.failed[job.segment] = "not finite"
+            except RuntimeError as error:
+                plan.failed[job.segment] = repr(error)
+
+    def _write_group(self, plan: LoraPlan, jobs: list[Job]) -> list[Job]:
+        """Compute the adapters of ``jobs`` aside and write the finite ones; the others returned."""
+        assert self._weights is not None
+        reach("write.batch", pages=[job.page for job in jobs])
+        before = self.gather([self._effective(plan, job.pages) for job in jobs])
+        segments = [job.tokens for job in jobs]
+        after, outcomes = boundary_update(
+            self._weights, self.config, before, segments, self.train_tokens
+        )
+        sound = [outcome.finite for outcome in outcomes]
+        good = self._judged(after, jobs, sound)
+        changed = [i for i, outcome in enumerate(outcomes) if good[i] and outcome.steps]
+        for name, pair in after.items():
+            for pool, values in zip(self.pools[name], pair, strict=True):
+                pool[:, [jobs[i].page for i in changed]] = values[:, changed]
+        self._note(plan, jobs, good, outcomes)
+        return [job for job, fine in zip(jobs, good, strict=True) if not fine]
+
+    def _judged(
+        self, after: dict[str, tuple[Tensor, Tensor]], jobs: list[Job], sound: list[bool]
+    ) -> list[bool]:
+        """Whether each result may be published, faults that tests inject included."""
+        first = next(iter(after.values()))[1]
+        for index, job in enumerate(jobs):
+            reach("write.candidate", values=first, index=index, page=job.page)
+        finite = first.flatten(2).isfinite().all(-1).all(0).tolist()
+        return [a and b for a, b in zip(sound, finite, strict=True)]
+
+    def _note(
+        self, plan: LoraPlan, jobs: list[Job], good: list[bool], outcomes: list[Outcome]
+    ) -> None:
+        for job, fine, outcome in zip(jobs, good, outcomes, strict=True):
+            if not fine:
+                continue
+            plan.written.append((job.segment, job.page))
+            if outcome.steps:
+                plan.updates += 1
+            else:
+                plan.kept[job.page] = job.pages
