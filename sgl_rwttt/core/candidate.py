@@ -40,6 +40,7 @@ class Candidate:
         "blocks",
         "generation",
         "is_open",
+        "kept",
         "pages",
         "position",
         "runs",
@@ -64,11 +65,14 @@ class Candidate:
         self.pages: list[int] = []  # fresh slots, given back by drop
         self.bases: list[int] = []
         self.written: set[int] = set()
+        self.kept: set[int] = set()  # pages of blocks that changed nothing
         self.is_open = True
 
-    def mark_written(self, page: int) -> None:
+    def mark_written(self, page: int, changed: bool = True) -> None:
         """Record that the block in `page` holds its V (and its fold base is filled).
 
+        Not `changed`: the update left the state as it was, nothing is in the page, and the version
+        will share what its predecessor reads.
         Raises StaleVersion after commit, drop or release, SlotError for a foreign page.
         """
         if not self.is_open:
@@ -78,6 +82,8 @@ class Candidate:
         if all(block.page != page for block in self.blocks):
             raise SlotError(f"page {page} is no completed block of this candidate")
         self.written.add(page)
+        if not changed:
+            self.kept.add(page)
 
     @property
     def unwritten(self) -> list[int]:

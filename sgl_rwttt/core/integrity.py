@@ -7,15 +7,21 @@ from sgl_rwttt.core.errors import IntegrityError
 from sgl_rwttt.core.index import StateIndex
 from sgl_rwttt.core.owners import OwnerState
 from sgl_rwttt.core.pins import PinTable
+from sgl_rwttt.core.segment import Evidence
 from sgl_rwttt.core.slots import SlotPool
 from sgl_rwttt.core.versions import Tail, TailMemo, Version
 
 
-def audit(index: StateIndex, owners: Iterable[OwnerState], pins: PinTable) -> None:
+def audit(
+    index: StateIndex, owners: Iterable[OwnerState], pins: PinTable, evidence: Evidence
+) -> None:
     """Raise IntegrityError when a count, a list or a ledger disagrees with the holders."""
     owners = list(owners)
     _audit_versions(index, owners, pins)
     tails = _audit_tails(index, owners, pins)
+    for state in owners if evidence == "rows" else ():
+        if (state.tail.rows if state.tail else 0) != state.clock.rows:
+            raise IntegrityError(f"{state!r} has {state.clock.rows} rows, tail {state.tail!r}")
     open_candidates = [state.candidate for state in owners if state.candidate]
     pages = [tail.page for tail in tails]
     pages += [v.page for v in index.versions.values() if v.page is not None]
@@ -78,9 +84,6 @@ def _audit_tails(index: StateIndex, owners: list[OwnerState], pins: PinTable) ->
         keys = [memo.key for memo in version.memos]
         if keys != sorted(set(keys)):
             raise IntegrityError(f"retained tails of {version!r} are not in order")
-    for state in owners:
-        if (state.tail.rows if state.tail else 0) != state.clock.rows:
-            raise IntegrityError(f"{state!r} has {state.clock.rows} rows, tail {state.tail!r}")
     extra = len(index.evictable) - sum(v.refs == 1 for v in index.versions.values())
     if extra != sum(memo.pins == 0 for memo in memos):
         raise IntegrityError(f"{len(index.evictable)} evictable memos do not match the index")

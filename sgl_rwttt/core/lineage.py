@@ -113,6 +113,11 @@ class LineageClock:
         return pack(self._codes)
 
     @property
+    def write_tokens(self) -> tuple[int, ...]:
+        """The WRITE tokens since the last boundary."""
+        return tuple([c >> 1 for c in self._codes if c & 1])
+
+    @property
     def items(self) -> tuple[tuple[int, Effect], ...]:
         """(token, mode) of every token since the last boundary."""
         return tuple((c >> 1, Effect.WRITE if c & 1 else Effect.READ) for c in self._codes)

@@ -3,17 +3,18 @@
 from sgl_rwttt.core.chain import ContextChain
 from sgl_rwttt.core.index import StateIndex
 from sgl_rwttt.core.lineage import count_writes, write_flags
+from sgl_rwttt.core.segment import Evidence
 from sgl_rwttt.core.versions import Match, TailMemo
 
 _ITEM = 8  # bytes of one coded item
 
 
-def match_chain(index: StateIndex, chain: ContextChain, limit: int) -> Match:
+def match_chain(index: StateIndex, chain: ContextChain, limit: int, evidence: Evidence) -> Match:
     """Deepest point <= `limit` of `chain` with retained state; touches what it finds.
 
     From the deepest retained boundary the state still serves every following READ token, and a
     retained tail serves as many WRITE tokens as its items have in common with ours, and the
-    READ tokens after them.
+    READ tokens after them. Where the evidence is token ids there is nothing to retain of a tail.
     """
     at = chain.index_at(limit)
     version = index.versions.get(chain.version_id(at))
@@ -24,6 +25,8 @@ def match_chain(index: StateIndex, chain: ContextChain, limit: int) -> Match:
     boundary = chain.boundary(at).position
     end = min(limit, chain.boundary(at + 1).position - 1) if at + 1 < chain.count else limit
     codes = chain.codes_between(boundary, end)
+    if evidence == "tokens":
+        return Match(end, version, None, count_writes(codes), boundary)
     memo, rows, shared = _best_tail(index.nearest_tails(version, codes), codes)
     if memo is not None:
         index.touch(memo)

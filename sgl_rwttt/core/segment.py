@@ -1,6 +1,9 @@
 """What a backend needs to know of one owner's tokens in one forward. All slots are plain ints."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+Evidence = Literal["rows", "tokens"]
+"""What an update is made from: rows that READ appends to an open page, or the tokens' ids alone."""
 
 DUMMY = 0
 """The reserved slot of every pool: target of padded and non-writing rows, never handed out."""

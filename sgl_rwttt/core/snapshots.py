@@ -16,14 +16,19 @@ from sgl_rwttt.core.lineage import cleared_root_id
 from sgl_rwttt.core.pins import PinTable
 from sgl_rwttt.core.slots import SlotPool
 from sgl_rwttt.core.versions import Version
+from sgl_rwttt.core.writes import sharing
 
-Adds = Literal["root", "base", "page", "clear"]
+Adds = Literal["root", "base", "page", "slot", "same", "clear"]
+_STARTS = ("root", "base", "slot")
 
 
 class Link(NamedTuple):
     """One version of a chain."""
 
-    adds: Adds  # the default root, an own dense base, an own page, or nothing (a context reset)
+    adds: Adds
+    """What the version has: the default root's nothing, a dense base of its own, a page on top of
+    its predecessor's, a page that is all it reads ("slot"), what an older version reads ("same"),
+    or what the version reads at which the context was reset ("clear")."""
     number: int
     id: bytes
 
@@ -51,6 +56,11 @@ def chain_of(version: Version) -> Chain:
     return tuple(reversed(links))
 
 
+def pages_of(chain: Sequence[Link]) -> int:
+    """Pages that the links have of their own."""
+    return sum(link.adds in ("page", "slot") for link in chain)
+
+
 def check_chain(chain: Sequence[Link], root: bytes) -> None:
     """Raise IncompatibleSnapshot("chain: ...") unless the chain could be one of this model's.
 
@@ -61,15 +71,19 @@ def check_chain(chain: Sequence[Link], root: bytes) -> None:
         _refuse("it is empty")
     if chain[0].adds == "root" and (chain[0].id != root or chain[0].number != 0):
         _refuse("it starts at another model's root")
-    if chain[0].adds not in ("root", "base") or chain[0].number < 0:
+    if chain[0].adds not in _STARTS or chain[0].number < 0:
         _refuse(f"it starts with {chain[0]}")
+    kinds = {link.adds for link in chain}
+    if kinds & {"base", "page"} and kinds & {"slot", "same"}:
+        _refuse("it mixes pages of rows and slots")
     if len({link.id for link in chain}) != len(chain):
         _refuse("an id occurs twice")
     for before, link in pairwise(chain):
         cleared = link.adds == "clear" and link.id == cleared_root_id(before.id)
-        if link.adds != "page" and not cleared:
+        if link.adds not in ("page", "same") and not cleared:
             _refuse(f"{link} cannot follow {before}")
-        if link.number != before.number + (link.adds == "page"):
+        more = link.number - before.number
+        if more < 1 if link.adds == "same" else more != (link.adds == "page"):
             _refuse(f"version {link.number} cannot follow version {before.number}")
 
 
@@ -149,7 +163,7 @@ class SnapshotPath:
     ) -> tuple[int | None, tuple[int, ...]]:
         """Filled slots for `missing`; all or none."""
         index = self._index
-        wanted = sum(link.adds == "page" for link in missing)
+        wanted = pages_of(missing)
         bases = sum(link.adds == "base" for link in missing)
         self._reserve(wanted, bases, owner)
         base = index.bases.alloc() if bases else None
@@ -192,8 +206,13 @@ class SnapshotPath:
 
 
 def _version(link: Link, parent: Version | None, base: int | None, fresh: Iterator[int]) -> Version:
+    if parent is None and link.adds == "slot":
+        page = next(fresh)
+        return Version(link.id, link.number, None, page, None, (page,))
     if parent is None:
         return Version(link.id, link.number, base=base, owns_base=True)
+    if link.adds == "same":
+        return sharing(link.id, link.number, parent)
     if link.adds == "clear":
         return Version(link.id, link.number, parent, None, parent.base, parent.pages)
     page = next(fresh)
@@ -203,9 +222,12 @@ def _version(link: Link, parent: Version | None, base: int | None, fresh: Iterat
 def _adds(version: Version) -> Adds:
     if version.owns_base:
         return "base"
+    parent = version.parent
     if version.page is not None:
-        return "page"
-    return "clear" if version.parent is not None else "root"
+        return "slot" if parent is None else "page"
+    if parent is None:
+        return "root"
+    return "clear" if version.id == cleared_root_id(parent.id) else "same"
 
 
 def _refuse(reason: str) -> NoReturn:

@@ -21,11 +21,12 @@ from sgl_rwttt.core.lineage import clock_after, count_writes, encode, pack
 from sgl_rwttt.core.matching import match_chain
 from sgl_rwttt.core.owners import OwnerState
 from sgl_rwttt.core.pins import PinTable
+from sgl_rwttt.core.segment import Evidence
 from sgl_rwttt.core.slots import SlotPool
 from sgl_rwttt.core.snapshots import SnapshotPath
 from sgl_rwttt.core.spans import ModeSpans
 from sgl_rwttt.core.versions import Match, StateView, Version
-from sgl_rwttt.core.writes import WritePath
+from sgl_rwttt.core.writes import SlotWritePath, WritePath
 
 
 class TTTStateStore:
@@ -44,10 +45,13 @@ class TTTStateStore:
         fold_pages: int,
         root: bytes,
         copy_rows: Callable[[int, int, int], None],
+        evidence: Evidence = "rows",
     ) -> None:
         """`copy_rows(src_page, dst_page, rows)` copies the first rows of a page, all layers.
 
         `fold_pages`: a version that reads this many pages gets a dense base; 0 for never.
+        `evidence`: with "rows" a branch fills an open page and a version reads one page more than
+        its predecessor; with "tokens" a version is one page, and nothing is kept of a tail.
         """
         self.chunk = chunk
         self._pages = pages
@@ -55,7 +59,9 @@ class TTTStateStore:
         self._index = StateIndex(pages, bases)
         self._pins = PinTable(self._index, root)
         self.snapshots = SnapshotPath(self._index, self._pins, root)
-        self._writes = WritePath(self._index, chunk, fold_pages, copy_rows, self._bases_in_use)
+        self._evidence = evidence
+        path = WritePath if evidence == "rows" else SlotWritePath
+        self._writes = path(self._index, chunk, fold_pages, copy_rows, self._bases_in_use)
         self._owners: dict[tuple[str, str], OwnerState] = {}
         self._generations = count(1)
         self._forks = 0
@@ -84,7 +90,7 @@ class TTTStateStore:
         elif chain.root != root or chain.chunk != self.chunk:
             raise InvalidStateRequest("the chain belongs to another root or chunk length")
         chain.sync(tokens, spans, limit)
-        return match_chain(self._index, chain, limit)
+        return match_chain(self._index, chain, limit, self._evidence)
 
     def create(
         self,
@@ -276,7 +282,7 @@ class TTTStateStore:
 
     def check_integrity(self) -> None:
         """Recount all references and both ledgers; raises IntegrityError with the numbers."""
-        audit(self._index, self._owners.values(), self._pins)
+        audit(self._index, self._owners.values(), self._pins, self._evidence)
 
     def _bases_in_use(self) -> int:
         """Bases that a branch, pin, root or open candidate needs."""

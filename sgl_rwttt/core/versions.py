@@ -8,7 +8,9 @@ class Version:
 
     Reading it takes `base` and then `pages`. It owns one reference on its own page and on its
     own base. The older pages belong to its ancestors, kept alive through `parent`; a version
-    with an own base reads nothing of its parent and drops it, and its block's page with it.
+    with an own base reads nothing of its parent and drops it, and its block's page with it. A
+    version of one page alone has no parent, and one whose update changed nothing has no page:
+    its parent is whose page it reads.
     """
 
     __slots__ = (
@@ -37,7 +39,7 @@ class Version:
     ) -> None:
         self.id = id
         self.number = number
-        self.parent = parent  # None: nothing of it is needed (root, or own base)
+        self.parent = parent  # None: nothing of it is needed (root, own base, page of its own)
         self.page = page  # own page slot; None for roots and folded versions
         self.base = base  # dense base slot that readers start from
         self.pages = pages  # page slots on top of `base`, oldest first, own page last

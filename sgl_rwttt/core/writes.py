@@ -71,7 +71,10 @@ class WritePath:
         except BaseException:
             self._give_back(candidate)
             raise
-        candidate.segment = Segment(start_row, len(tokens), version.base, version.pages, parts)
+        evidence = self._evidence(candidate) if completed else ()
+        candidate.segment = Segment(
+            start_row, len(tokens), version.base, version.pages, parts, evidence
+        )
         return candidate
 
     def layout(self, state: OwnerState, writes: int, tokens: int) -> "Layout":
@@ -95,7 +98,7 @@ class WritePath:
         versions: list[Version] = []
         version = state.version
         for block, boundary in zip(candidate.blocks, boundaries, strict=True):
-            version = self._publish(version, block, boundary)
+            version = self._publish(version, block, boundary, block.page in candidate.kept)
             versions.append(version)
         self._advance_tail(candidate)
         if versions:
@@ -184,6 +187,10 @@ class WritePath:
         candidate.tail_page = None if walk.in_place else walk.page
         return tuple(walk.parts)
 
+    def _evidence(self, candidate: Candidate) -> tuple[tuple[int, ...], ...]:
+        """The completed blocks' evidence where it is token ids; rows are in their pages."""
+        return ()
+
     def _take_base(self) -> int | None:
         """A base slot, evicting memos only where that can free one."""
         bases = self._index.bases
@@ -193,7 +200,7 @@ class WritePath:
             return bases.alloc()
         return None
 
-    def _publish(self, parent: Version, block: Block, boundary: Boundary) -> Version:
+    def _publish(self, parent: Version, block: Block, boundary: Boundary, kept: bool) -> Version:
         """Index the version of one completed block, or adopt the one that is retained."""
         index = self._index
         _, version_id, number = boundary
@@ -206,15 +213,21 @@ class WritePath:
             index.renew(known)
             self.counters["adoptions"] += 1
             return known
-        if block.base is not None:
+        if kept:
+            index.pages.free(block.page)
+            version = sharing(version_id, number, parent)
+        elif block.base is not None:
             index.pages.free(block.page)
             version = Version(version_id, number, base=block.base, owns_base=True)
             self.counters["folds"] += 1
         else:
-            pages = (*parent.pages, block.page)
-            version = Version(version_id, number, parent, block.page, parent.base, pages)
+            version = self._version(version_id, number, parent, block.page)
         index.publish(version)
         return version
+
+    def _version(self, version_id: bytes, number: int, parent: Version, page: int) -> Version:
+        """The version that reads `parent` and one page more."""
+        return Version(version_id, number, parent, page, parent.base, (*parent.pages, page))
 
     def _advance_tail(self, candidate: Candidate) -> None:
         state, blocks, left = candidate.state, candidate.blocks, candidate.tail_rows
@@ -236,6 +249,67 @@ class WritePath:
             self._index.pages.free(page)
         for base in candidate.bases:
             self._index.bases.free(base)
+
+
+class SlotWritePath(WritePath):
+    """Candidates of a store whose evidence is token ids and whose versions are one page each.
+
+    The open block needs no page: its tokens are the items of the owner's clock. A complete block
+    takes a fresh page for the whole new payload, and its version needs nothing of its parent.
+    """
+
+    def layout(self, state: OwnerState, writes: int, tokens: int) -> Layout:
+        """A page per complete block."""
+        completed, left = divmod(state.clock.rows + writes, self.chunk)
+        return Layout(completed, left, False, completed)
+
+    def _single_part(self, candidate: Candidate, count: int, writes: bool) -> BlockPart:
+        pages = candidate.version.pages
+        return BlockPart(0, count, writes, DUMMY, 0, False, False, None, pages)
+
+    def _walk(self, candidate: Candidate, in_place: bool, total: int) -> tuple[BlockPart, ...]:
+        parts: list[BlockPart] = []
+        pages, rows = candidate.version.pages, candidate.state.clock.rows
+        offset = 0
+        for codes, mode in candidate.runs:
+            end = offset + len(codes)
+            while offset < end:
+                writes = mode is Effect.WRITE
+                take = min(self.chunk - rows, end - offset) if writes else end - offset
+                rows += take if writes else 0
+                completes = rows == self.chunk
+                page = self._take_page(candidate) if completes else DUMMY
+                deferred = completes and offset + take == total
+                parts.append(
+                    BlockPart(offset, take, writes, page, 0, completes, deferred, None, pages)
+                )
+                offset += take
+                if completes:
+                    pages, rows = (page,), 0
+        return tuple(parts)
+
+    def _take_page(self, candidate: Candidate) -> int:
+        page = self._index.pages.alloc()
+        candidate.pages.append(page)
+        candidate.blocks.append(Block(page, None, False))
+        return page
+
+    def _evidence(self, candidate: Candidate) -> tuple[tuple[int, ...], ...]:
+        codes = list(candidate.state.clock.write_tokens)
+        for run, mode in candidate.runs:
+            codes += [code >> 1 for code in run] if mode is Effect.WRITE else []
+        blocks = range(len(candidate.blocks))
+        return tuple(tuple(codes[i * self.chunk : (i + 1) * self.chunk]) for i in blocks)
+
+    def _version(self, version_id: bytes, number: int, parent: Version, page: int) -> Version:
+        return Version(version_id, number, None, page, None, (page,))
+
+
+def sharing(version_id: bytes, number: int, before: Version) -> Version:
+    """A version that reads what `before` reads; it holds on to whose payload that is alone."""
+    while before.page is None and before.parent is not None:
+        before = before.parent
+    return Version(version_id, number, before, None, before.base, before.pages)
 
 
 def _runs(state: OwnerState, tokens: Sequence[int], modes: ModeSpans | Effect) -> Runs:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sgl_rwttt.core.errors import IncompatibleSnapshot
 from sgl_rwttt.core.lineage import cleared_root_id
-from sgl_rwttt.core.snapshots import Chain, Link, check_chain
+from sgl_rwttt.core.snapshots import Chain, Link, check_chain, pages_of
 
 FORMAT = "sgl_rwttt snapshot 1"
 MAX_HEADER_BYTES = 4 << 20
@@ -29,9 +29,9 @@ _FITS = ("format", "layers", "chunk", "dtype", "rule", "fingerprint")  # compare
 _FIELDS = {*_FITS, "version", "version_id", "state_id", "chain", "checksum", "header_checksum"}
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _BLANK = "0" * 64
-_LETTERS = {"root": "r", "base": "b", "page": "p", "clear": "c"}
+_LETTERS = {"root": "r", "base": "b", "page": "p", "slot": "s", "same": "n", "clear": "c"}
 _KINDS = {letter: kind for kind, letter in _LETTERS.items()}
-_LINK = re.compile(r"([rbpc])(0|[1-9][0-9]{0,15}):([0-9a-f]{32})")
+_LINK = re.compile(r"([rbpsnc])(0|[1-9][0-9]{0,15}):([0-9a-f]{32})")
 
 
 def refuse(field: str, reason: str) -> NoReturn:
@@ -106,8 +106,7 @@ class Header:
 
 def layout_of(chain: Chain, layout: Callable[[int, bool], Layout]) -> Layout:
     """The tensors of a chain's last version."""
-    pages = sum(link.adds == "page" for link in chain)
-    return layout(pages, any(link.adds == "base" for link in chain))
+    return layout(pages_of(chain), any(link.adds == "base" for link in chain))
 
 
 def data_bytes(layout: Layout) -> int:
