@@ -49,6 +49,10 @@ class StepPlan:
     retried: int = 0  # blocks that were computed once more, each alone
     failed: dict[int, str] = field(default_factory=dict)  # segment -> what its write raised twice
 
+    def unchanged_pages(self, segment: int) -> tuple[int, ...]:
+        """Every complete block changes the state."""
+        return ()
+
     def written_pages(self, segment: int) -> tuple[int, ...]:
         """Pages that ``finish_step`` found complete and finite, in order, for one segment."""
         blocks = self.inner + self.deferred

@@ -102,6 +102,11 @@ class LoraDeltaConfig:
             _refuse_value("seed", self.seed, "an integer from 0 to 2**63 - 1")
 
     @property
+    def layers(self) -> tuple[int, ...]:
+        """Decoder layers with an adapter: all of them."""
+        return tuple(range(self.shape.layers))
+
+    @property
     def scale(self) -> float:
         """alpha / rank: what (A x) B is multiplied with."""
         return self.alpha / self.rank

@@ -15,6 +15,8 @@ from typing import Any
 
 from sgl_rwttt.backends.in_place import InPlaceConfig
 
+from .options import TTTOptions
+
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 CONV_TAPS = 5
 _MAX_HEADER_BYTES = 100_000_000
@@ -87,18 +89,38 @@ def safetensors_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def check_adapters(config: dict[str, Any], options: TTTOptions) -> None:
+    """Validate a checkpoint that is to be served with ``--ttt-backend lora_delta``.
+
+    Raises CheckpointError or ValueError naming the config key, architecture, flag or adapter file.
+    """
+    from .rules import lora_config
+
+    if is_ttt(config):
+        raise CheckpointError(
+            "--ttt-backend=lora_delta cannot be combined with ttt_mode: true, which asks for fast "
+            "weights: set ttt_mode to false with --json-model-override-args"
+        )
+    _check_architecture(config, "--ttt-backend=lora_delta is asked for")
+    lora_config(options, config)
+
+
+def _check_architecture(config: dict[str, Any], why: str) -> None:
+    architectures = config.get("architectures") or [None]
+    if architectures[0] not in SUPPORTED_ARCHITECTURES:
+        raise CheckpointError(
+            f"{why} but architecture {architectures[0]!r} is not one of "
+            f"{list(SUPPORTED_ARCHITECTURES)}"
+        )
+
+
 def check_checkpoint(model_path: str, config: dict[str, Any]) -> InPlaceConfig:
     """Validate a TTT checkpoint and return its rule's configuration.
 
     Raises CheckpointError or ValueError naming the config key, architecture or tensor. A folder
     without safetensors files is checked when its weights are loaded.
     """
-    architectures = config.get("architectures") or [None]
-    if architectures[0] not in SUPPORTED_ARCHITECTURES:
-        raise CheckpointError(
-            f"ttt_mode is true but architecture {architectures[0]!r} is not one of "
-            f"{list(SUPPORTED_ARCHITECTURES)}"
-        )
+    _check_architecture(config, "ttt_mode is true")
     rule = InPlaceConfig.from_hf(SimpleNamespace(**config))
     folder = Path(model_path)
     if folder.is_dir():

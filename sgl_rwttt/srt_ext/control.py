@@ -9,6 +9,7 @@ from sgl_rwttt.core import faults
 from sgl_rwttt.core.errors import InvalidStateRequest, StateError
 
 from .arguments import pack, shown
+from .options import TTTOptions
 
 OPERATIONS = (
     "open",
@@ -53,5 +54,6 @@ async def control(tokenizer_manager: Any, op: str, args: dict[str, Any]) -> dict
 
 
 def serves_ttt(tokenizer_manager: Any) -> bool:
-    """Whether the checkpoint is one of ours."""
-    return bool(getattr(tokenizer_manager.model_config.hf_config, "ttt_mode", False))
+    """Whether the checkpoint is served with a rule."""
+    own = bool(getattr(tokenizer_manager.model_config.hf_config, "ttt_mode", False))
+    return own or TTTOptions.from_env().backend is not None

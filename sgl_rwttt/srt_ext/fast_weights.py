@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 from sgl_rwttt.backends.in_place import InPlaceConfig
 
 from .checkpoint import CONV_TAPS, CheckpointError, check_weights
+from .fingerprint import Recorder
 from .runtime import TTTRuntime
 from .step import TTTStep, forward_step
 
@@ -37,7 +37,7 @@ class FastWeightCausalLM:
 
         Raises CheckpointError naming a TTT tensor that is missing, misshapen or unknown.
         """
-        seen = _Recorder(weights)
+        seen = Recorder(weights)
         loaded = super().load_weights(seen)  # type: ignore[misc]
         check_weights(seen.shapes, self.ttt_config)
         self.ttt = TTTRuntime(
@@ -60,7 +60,9 @@ class FastWeightCausalLM:
         **kwargs: Any,
     ) -> Any:
         """SGLang's forward, inside one step of the state runtime."""
-        with forward_step(self.ttt, input_ids, forward_batch, self.model.embed_tokens) as step:
+        embeds = self.ttt_config.target == "input_embed"
+        evidence = (lambda: self.model.embed_tokens(input_ids)) if embeds else None
+        with forward_step(self.ttt, forward_batch, evidence) as step:
             self.ttt_step = step
             try:
                 return super().forward(input_ids, positions, forward_batch, *args, **kwargs)  # type: ignore[misc]
@@ -96,32 +98,3 @@ def attach_layer(model: Any, slot: int, mlp: nn.Module) -> None:
 
     mlp.register_forward_pre_hook(keep_input)
     mlp.down_proj.register_forward_hook(add_state)
-
-
-class _Recorder:
-    """Iterates the checkpoint once, noting TTT shapes and what identifies the weights."""
-
-    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._weights = weights
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self._digests: dict[str, bytes] = {}
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._weights:
-            if ".ttt_" in name:
-                self.shapes[name] = tuple(tensor.shape)
-            self._digests[name] = _sample(tensor)
-            yield name, tensor
-
-    def fingerprint(self, config: InPlaceConfig) -> str:
-        """Identity of model and rule: names, shapes, dtypes and 64 values of every tensor."""
-        digest = hashlib.blake2b(repr(config).encode(), digest_size=16)
-        for name in sorted(self._digests):
-            digest.update(name.encode() + self._digests[name])
-        return digest.hexdigest()
-
-
-def _sample(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().reshape(-1)
-    picked = flat[:: max(1, flat.numel() // 64)].float().cpu().contiguous()
-    return f"{tuple(tensor.shape)} {tensor.dtype}".encode() + picked.numpy().tobytes()

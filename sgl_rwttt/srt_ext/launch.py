@@ -136,15 +136,14 @@ def _kv_tokens(config: dict[str, Any], dtype: str) -> int | None:
     return max(MIN_KV_TOKENS, CPU_KV_BYTES // int(per_token))
 
 
-def _device_defaults(config: dict[str, Any], device: str) -> dict[str, Any]:
+def _device_defaults(config: dict[str, Any], device: str, has_state: bool) -> dict[str, Any]:
     dtype = _dtype(config)
     if device != "cpu":
         defaults: dict[str, Any] = {"device": device, "attention_backend": "flashinfer"}
         if dtype == "float32":  # SGLang's "auto" would take float16
             defaults["dtype"] = "bfloat16"
         return defaults
-    is_ours = config.get("ttt_mode") is True and not has_cuda()
-    attention = CPU_ATTENTION if is_ours else "torch_native"
+    attention = CPU_ATTENTION if has_state and not has_cuda() else "torch_native"
     defaults = {"device": "cpu", "attention_backend": attention, "sleep_on_idle": True}
     if dtype is not None:
         defaults["dtype"] = dtype
@@ -154,10 +153,13 @@ def _device_defaults(config: dict[str, Any], device: str) -> dict[str, Any]:
     return defaults
 
 
-def _defaults(model_path: str | os.PathLike[str], device: str | None) -> dict[str, Any]:
+def _defaults(
+    model_path: str | os.PathLike[str], device: str | None, backend: str | None = None
+) -> dict[str, Any]:
     config = local_config(model_path)
-    defaults = _device_defaults(config, device or ("cuda" if has_cuda() else "cpu"))
-    if config.get("ttt_mode") is True:
+    has_state = config.get("ttt_mode") is True or backend is not None
+    defaults = _device_defaults(config, device or ("cuda" if has_cuda() else "cpu"), has_state)
+    if has_state:
         # Naming the cache makes SGLang stop when the plugin that provides it did not load.
         defaults |= {"radix_cache_backend": RADIX_BACKEND, "disable_overlap_schedule": True}
     return defaults
@@ -190,7 +192,8 @@ def _flag_value(extra: list[str], flag: str) -> str | None:
 
 def cli_args(model_path: str | os.PathLike[str], extra: list[str]) -> list[str]:
     """Flags for ``sglang.launch_server``: defaults that ``extra`` leaves open, then ``extra``."""
-    defaults = {"host": "127.0.0.1", **_defaults(model_path, _flag_value(extra, "--device"))}
+    device, backend = _flag_value(extra, "--device"), _flag_value(extra, "--ttt-backend")
+    defaults = {"host": "127.0.0.1", **_defaults(model_path, device, backend)}
     arguments = ["--model-path", os.fspath(model_path)]
     for field, value in defaults.items():
         flag = "--" + field.replace("_", "-")

@@ -56,6 +56,7 @@ class RequestLineage:
         self.error: StateError | None = None  # ended the request
         self.late_error: StateError | None = None  # pin or reset failed after the last token
         self.next_root: bytes | None = None
+        self.updates = 0  # boundaries of this request that changed the state
         self._versions: list[list[int]] = []
         self._final: dict[str, Any] | None = None
 
@@ -150,6 +151,7 @@ class RequestLineage:
             "mode": self.mode.value,
             "state_id": clock.state_id.hex(),
             "versions": [list(span) for span in self._versions],
+            "updates": self.updates,
         }
         if self.next_root is not None:
             report["next_root"] = self.next_root.hex()

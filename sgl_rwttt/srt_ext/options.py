@@ -17,6 +17,7 @@ ENV_ACTIVE = "RWTTT_ACTIVE"
 ENV_MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 
 
+BACKENDS = ("lora_delta",)
 MODES = ("rw", "phase", "serial")
 COMMITS = ("owner", "dense")
 
@@ -31,7 +32,26 @@ _AT_LEAST: dict[str, float] = {
     "retained_versions": 2,
     "snapshot_mb": 1,
     "max_snapshots": 1,
+    "rank": 1,
+    "chunk": 2,
+    "steps": 1,
+    "seed": 0,
+    "train_tokens": 2,
 }
+# Options that only one kind of rule has; None, or their default, is no request.
+_OF_LORA = (
+    "targets",
+    "rank",
+    "alpha",
+    "chunk",
+    "lr",
+    "tau",
+    "selection_weight",
+    "steps",
+    "seed",
+    "adapter",
+)
+_OF_ROWS = ("dense_fraction", "fold_rows", "max_bases")
 
 
 @dataclass(frozen=True)
@@ -57,6 +77,18 @@ class TTTOptions:
     snapshot_dir: str | None = None  # folder of snapshot files; None = no snapshots
     snapshot_mb: int = 1024  # largest snapshot file, MiB
     max_snapshots: int = 64  # files in snapshot_dir
+    backend: str | None = None  # rule for a checkpoint without one; None = the checkpoint's own
+    targets: str | None = None  # projections with an adapter, separated by commas
+    rank: int | None = None  # of an adapter; this and the next ones: None = the rule's default
+    alpha: float | None = None
+    chunk: int | None = None  # write-mode tokens of a segment
+    lr: float | None = None
+    tau: float | None = None  # loss above which a segment is learnt
+    selection_weight: float | None = None  # lambda
+    steps: int | None = None  # AdamW steps per boundary
+    seed: int | None = None  # of the A that owners start from
+    adapter: str | None = None  # PEFT folder that owners start from instead
+    train_tokens: int = 4096  # padded tokens of one forward and backward of a WRITE
 
     def __post_init__(self) -> None:
         for field, least in _AT_LEAST.items():
@@ -68,7 +100,7 @@ class TTTOptions:
             raise ValueError(f"--ttt-dense-fraction must be in [0, 1), got {fraction}")
         if timeout is not None and not timeout > 0:
             raise ValueError(f"--ttt-owner-timeout must be positive (seconds), got {timeout}")
-        for field, known in (("mode", MODES), ("commit", COMMITS)):
+        for field, known in (("mode", MODES), ("commit", COMMITS), ("backend", (None, *BACKENDS))):
             if getattr(self, field) not in known:
                 given = getattr(self, field)
                 raise ValueError(f"{flag(field)} must be one of {list(known)}, got {given!r}")
@@ -82,6 +114,18 @@ class TTTOptions:
                 "--ttt-commit=dense folds every version into a dense base: leave --ttt-fold-rows "
                 "and --ttt-max-bases=0 out"
             )
+
+        self._check_rule()
+
+    def _check_rule(self) -> None:
+        """Raise ValueError for an option of another rule than the one that is served."""
+        lora = self.backend == "lora_delta"
+        for field in _OF_ROWS if lora else _OF_LORA:
+            if getattr(self, field) is not None:
+                which = "cannot be combined with" if lora else "needs"
+                raise ValueError(f"{flag(field)} {which} --ttt-backend=lora_delta")
+        if lora and self.commit != "owner":
+            raise ValueError("--ttt-commit=dense cannot be combined with --ttt-backend=lora_delta")
 
     @classmethod
     def from_env(cls) -> TTTOptions:
@@ -160,9 +204,34 @@ _ARGUMENTS: dict[str, tuple[Any, str | None, str]] = {
     "snapshot_dir": (str, "FOLDER", "where snapshots are saved and read (default: none are)"),
     "snapshot_mb": (int, "MIB", "largest snapshot file (default 1024)"),
     "max_snapshots": (int, "N", "files in --ttt-snapshot-dir (default 64)"),
+    "backend": (
+        BACKENDS,
+        None,
+        "lora_delta = an adapter per owner, trained on what it reads, for any llama or qwen3 "
+        "checkpoint (default: the checkpoint's own rule, ttt_mode in config.json)",
+    ),
+    "targets": (str, "NAMES", "lora_delta: projections, comma-separated (default q_proj,v_proj)"),
+    "rank": (int, "R", "lora_delta: rank (default 8)"),
+    "alpha": (float, "ALPHA", "lora_delta: alpha; adapters count alpha/rank times (default 16)"),
+    "chunk": (int, "C", "lora_delta: write-mode tokens per segment (default 64)"),
+    "lr": (float, "LR", "lora_delta: learning rate of AdamW (default 5e-5)"),
+    "tau": (float, "TAU", "lora_delta: a segment is learnt when its loss is above (default 3)"),
+    "selection_weight": (
+        float,
+        "LAMBDA",
+        "lora_delta: lambda of the loss's weight, lambda exp(loss - tau) (default 0.1)",
+    ),
+    "steps": (int, "K", "lora_delta: AdamW steps per segment (default 1)"),
+    "seed": (int, "SEED", "lora_delta: of the A that owners start from (default 0)"),
+    "adapter": (str, "FOLDER", "lora_delta: PEFT adapter that owners start from (default: none)"),
+    "train_tokens": (
+        int,
+        "TOKENS",
+        "lora_delta: padded tokens of one forward and backward pass of a WRITE (default 4096)",
+    ),
 }
 
-_ALIASES = {"snapshot_dir": ("--snapshot-dir",)}
+_ALIASES = {"snapshot_dir": ("--snapshot-dir",), "selection_weight": ("--ttt-lambda",)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

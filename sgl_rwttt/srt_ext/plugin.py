@@ -2,8 +2,9 @@
 
 SGLang calls :func:`register` once in each of its processes, before anything is built. In the
 launching process it registers defaults and refusals that apply only when the checkpoint has
-``ttt_mode: true``; only then do the scheduler processes find ``RWTTT_ACTIVE`` and install the
-runtime. Every other checkpoint is served by stock code; it may ask for our CPU attention by name.
+``ttt_mode: true`` or ``--ttt-backend`` names a rule; only then do the scheduler processes find
+``RWTTT_ACTIVE`` and install the runtime. Every other checkpoint is served by stock code; it may ask
+for our CPU attention by name.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from .refusals import RADIX_BACKEND, refuse_unsupported
 from .seams import check_seams
 from .snapshot_folder import check_folder
 
-MODEL_PACKAGE = "sgl_rwttt.srt_ext.models"
+MODEL_PACKAGE = "sgl_rwttt.srt_ext.models"  # checkpoints with ttt_mode: true
+ADAPTER_PACKAGE = "sgl_rwttt.srt_ext.adapter_models"  # --ttt-backend lora_delta
 
 
 def register() -> None:
@@ -109,7 +111,7 @@ def _before_from_cli_args(*args: Any) -> None:
 
 
 def _ttt_config(server_args: Any) -> dict[str, Any] | None:
-    """The checkpoint's config when it has ``ttt_mode: true``, else None; read once per launch."""
+    """The checkpoint's config when it is served with a rule, else None; read once per launch."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
     from .checkpoint import is_ttt, read_config
@@ -120,7 +122,8 @@ def _ttt_config(server_args: Any) -> dict[str, Any] | None:
             config = read_config(view.model_path, view.json_model_override_args)
         except (OSError, ValueError):
             return None  # not ours to report: SGLang names the unreadable checkpoint itself
-        server_args._sgl_rwttt = config if is_ttt(config) else None
+        asked = TTTOptions.from_env().backend is not None
+        server_args._sgl_rwttt = config if asked or is_ttt(config) else None
     found: dict[str, Any] | None = server_args._sgl_rwttt
     return found
 
@@ -153,20 +156,22 @@ def _resolve_cache(server_args: Any, previous: Any) -> None:
     """Turn the runtime on for a TTT checkpoint, off for any other."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
-    from .checkpoint import check_checkpoint
+    from .checkpoint import check_adapters, check_checkpoint
 
     config = _ttt_config(server_args)
     if config is None:
         _deactivate()
         previous(server_args)
         return
-    view = resolving_view(server_args)
-    check_checkpoint(view.model_path, config)
+    view, options = resolving_view(server_args), TTTOptions.from_env()
+    if options.backend is None:
+        check_checkpoint(view.model_path, config)
+    else:
+        check_adapters(config, options)
     check_seams()
-    options = TTTOptions.from_env()
     if options.snapshot_dir is not None:
         check_folder(options.snapshot_dir)
-    _activate()
+    _activate(MODEL_PACKAGE if options.backend is None else ADAPTER_PACKAGE)
     declared: dict[str, Any] = {"disable_overlap_schedule": True}
     if view.radix_cache_backend is None:
         declared["radix_cache_backend"] = RADIX_BACKEND
@@ -183,17 +188,17 @@ def _resolve_refusals(server_args: Any, previous: Any) -> None:
         refuse_unsupported(resolving_view(server_args))
 
 
-def _activate() -> None:
+def _activate(package: str) -> None:
     other = os.environ.get(ENV_MODELS)
-    if other not in (None, "", MODEL_PACKAGE):
+    if other not in (None, "", MODEL_PACKAGE, ADAPTER_PACKAGE):
         raise ValueError(
             f"{ENV_MODELS}={other!r} cannot be combined with a TTT checkpoint: unset it"
         )
-    os.environ[ENV_MODELS] = MODEL_PACKAGE
+    os.environ[ENV_MODELS] = package
     os.environ[ENV_ACTIVE] = "1"
 
 
 def _deactivate() -> None:
     os.environ.pop(ENV_ACTIVE, None)
-    if os.environ.get(ENV_MODELS) == MODEL_PACKAGE:
+    if os.environ.get(ENV_MODELS) in (MODEL_PACKAGE, ADAPTER_PACKAGE):
         del os.environ[ENV_MODELS]

@@ -27,15 +27,16 @@ from .seams import SeamError
 def build_cache(ctx: Any) -> UnifiedRadixCache:
     """Factory registered as ``--radix-cache-backend ttt``.
 
-    Raises SeamError when the loaded model is not one of ours (the checkpoint has no ttt_mode, or
-    SGLang picked another class).
+    Raises SeamError when the loaded model is not one of ours (the checkpoint has no ttt_mode and
+    no rule was asked for, or SGLang picked another class).
     """
     check_scheduler()
     runtime = getattr(ctx.tp_worker.model_runner.model, "ttt", None)
     if not isinstance(runtime, TTTRuntime):
         raise SeamError(
-            "--radix-cache-backend ttt needs a checkpoint with ttt_mode: true, served by "
-            f"sgl_rwttt's model classes; got {type(ctx.tp_worker.model_runner.model).__name__}"
+            "--radix-cache-backend ttt needs a checkpoint with ttt_mode: true or --ttt-backend, "
+            "served by sgl_rwttt's model classes; got "
+            f"{type(ctx.tp_worker.model_runner.model).__name__}"
         )
     cache: Any = create_unified_radix_cache(ctx, cache_class=TTTRadixCache)
     cache.runtime = runtime

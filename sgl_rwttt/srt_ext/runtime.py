@@ -14,7 +14,6 @@ from urllib.parse import quote
 
 import torch
 
-from sgl_rwttt.backends.in_place import InPlaceBackend, InPlaceConfig
 from sgl_rwttt.core.effects import Effect
 from sgl_rwttt.core.errors import OwnerReleased, StateError, UnknownOwner
 from sgl_rwttt.core.faults import reach
@@ -22,14 +21,13 @@ from sgl_rwttt.core.lineage import root_id
 from sgl_rwttt.core.owners import OwnerState
 from sgl_rwttt.core.planner import Transition
 from sgl_rwttt.core.retention import RetentionWindow
-from sgl_rwttt.core.slots import SlotPool
 from sgl_rwttt.core.store import TTTStateStore
 from sgl_rwttt.core.versions import Version
 
-from .limits import retained_window
 from .logs import event_line, public_name
 from .metrics import TTTMetrics, make_metrics
 from .options import TTTOptions
+from .rules import RuleConfig, state_parts
 from .snapshots import open_snapshots, required_fields
 
 if TYPE_CHECKING:
@@ -47,6 +45,7 @@ _COUNTED = (
     "aborted",
     "retracted",
     "commits",
+    "updates",
     "forks",
     "rollbacks",
     "snapshot_saves",
@@ -58,32 +57,28 @@ _COUNTED = (
 class TTTRuntime:
     """Owns the pools and the store; maps rows of SGLang's request pool to owners' states."""
 
-    def __init__(self, config: InPlaceConfig, fingerprint: str, device: torch.device) -> None:
+    def __init__(self, config: RuleConfig, fingerprint: str, device: torch.device) -> None:
         options = TTTOptions.from_env()
-        pages, bases = size_pools(config, options)
+        parts = state_parts(config, options, device)
         self.config = config
         self.fingerprint = fingerprint
         self.boot_id = secrets.token_hex(8)
         self.options = options
-        self.backend = InPlaceBackend(config, pages=pages, bases=bases, device=device)
+        self.backend = parts.backend
         self.backend.write_group = options.target_batch
-        self.fold_pages = fold_pages(config, options, self.backend.default_fold_pages)
-        self.shape = (config.rule, config.d_model, config.d_ff, str(self.backend.dtype))
+        self.fold_pages = parts.fold_pages
+        self.shape = parts.shape
         self.placement = str(device)
         self.root = root_id(fingerprint, config.rule)
-        self.page_pool = SlotPool(
-            pages,
-            "delta page",
-            "--ttt-max-pages" if pages - 1 == options.max_pages else "--ttt-memory-mb",
-        )
-        bases_by = "--ttt-max-bases" if bases - 1 == options.max_bases else "--ttt-dense-fraction"
+        self.page_pool = parts.pages
         self.store = TTTStateStore(
-            pages=self.page_pool,
-            bases=SlotPool(bases, "dense base", bases_by),
+            pages=parts.pages,
+            bases=parts.bases,
             chunk=config.chunk,
-            fold_pages=self.fold_pages,
+            fold_pages=parts.fold_pages,
             root=self.root,
             copy_rows=self.backend.copy_rows,
+            evidence=parts.evidence,
         )
         self.default_root = self.store.root("", self.root)
         fits = required_fields(config, self.backend.report()["dtype"], fingerprint)
@@ -91,7 +86,7 @@ class TTTRuntime:
         self.rows: dict[int, Any] = {}  # request pool row -> RequestLineage
         self.by_rid: dict[str, Any] = {}  # the same lineages by request id
         self.released: OrderedDict[str, None] = OrderedDict()
-        self.retained = retained_window(options, self.fold_pages, bases - 1)
+        self.retained = parts.retained
         self.metrics: TTTMetrics = make_metrics()
         self.counters = dict.fromkeys(_COUNTED, 0)
         logger.info("TTT state runtime: %s", self.describe())
@@ -231,36 +226,3 @@ class TTTRuntime:
         self.count("failed_writes")
         logger.error(event_line("ttt_write_failed", error))
         lineage.fail(error)
-
-
-def size_pools(config: InPlaceConfig, options: TTTOptions) -> tuple[int, int]:
-    """(pages, dense bases) that fit ``--ttt-memory-mb``; raises ValueError when none would."""
-    layers, chunk = len(config.layers), config.chunk
-    page_bytes = 4 * layers * chunk * (config.d_ff + config.d_model)
-    base_bytes = 4 * layers * config.d_ff * config.d_model
-    budget = options.memory_mb * 1024 * 1024
-    share = options.dense_fraction
-    if share is None:
-        share = 0.9 if options.commit == "dense" else 0.25
-    dense = 0 if options.fold_rows == 0 else int(budget * share)
-    bases = _at_most(dense // base_bytes, options.max_bases)
-    pages = _at_most((budget - bases * base_bytes) // page_bytes, options.max_pages)
-    if pages < 4:
-        raise ValueError(
-            f"--ttt-memory-mb={options.memory_mb} holds {pages} delta pages of {page_bytes} bytes "
-            f"({layers} layers, chunk {chunk}); at least 4 are needed"
-        )
-    return pages + 1, bases + 1  # slot 0 of each pool is the dummy
-
-
-def fold_pages(config: InPlaceConfig, options: TTTOptions, default: int) -> int:
-    """Pages since the last base after which a version gets a base of its own (0 = never)."""
-    if options.commit == "dense":
-        return 1
-    if options.fold_rows is None:
-        return default
-    return -(-options.fold_rows // config.chunk)
-
-
-def _at_most(count: int, limit: int | None) -> int:
-    return count if limit is None else min(count, limit)

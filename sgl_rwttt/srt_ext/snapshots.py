@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from sgl_rwttt.backends.base import StateBackend
-from sgl_rwttt.backends.in_place import InPlaceConfig
 from sgl_rwttt.core.errors import StateError
 from sgl_rwttt.core.snapshots import Restored, chain_of
 from sgl_rwttt.core.store import TTTStateStore
@@ -17,10 +16,11 @@ from sgl_rwttt.core.versions import Version
 
 from . import snapshot_file
 from .options import TTTOptions
+from .rules import RuleConfig
 from .snapshot_folder import SnapshotFolder
 
 
-def required_fields(config: InPlaceConfig, dtype: str, fingerprint: str) -> dict[str, str]:
+def required_fields(config: RuleConfig, dtype: str, fingerprint: str) -> dict[str, str]:
     """The header fields that must be equal for a file to fit a server."""
     return {
         "format": snapshot_file.FORMAT,

@@ -9,7 +9,7 @@ and each owner is committed or dropped alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,12 +39,17 @@ class TTTStep:
         self._embeddings: torch.Tensor | None = target
 
     def layer(self, slot: int, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """The state's part of one TTT layer's output for every row: [rows, d], float32.
+        """In-Place: the state's part of one TTT layer's output for every row, [rows, d] float32.
 
         ``h`` [rows, d_ff] is the down projection's input, ``x`` [rows, d] the MLP's input.
         """
         target = x if self._embeddings is None else self._embeddings
         return self.runtime.backend.layer_step(self.plan, slot, h, target)
+
+    def read(self, layer: int, projection: str, x: torch.Tensor) -> torch.Tensor:
+        """LoRA deltas: the state's part of one projection's output for every row, float32."""
+        part: torch.Tensor = self.runtime.backend.read(self.plan, layer, projection, x)
+        return part
 
     def finish(self) -> None:
         """Run the WRITE group, then commit each owner or drop its candidate; each fails alone."""
@@ -60,8 +65,9 @@ class TTTStep:
                 )
                 self._drop_failed(lineage, candidate, error)
                 continue
+            kept = self.plan.unchanged_pages(index)
             for page in self.plan.written_pages(index):
-                candidate.mark_written(page)
+                candidate.mark_written(page, changed=page not in kept)
             written.append((lineage, candidate))
         for lineage, candidate in written:
             try:
@@ -71,10 +77,13 @@ class TTTStep:
 
     def _commit(self, lineage: RequestLineage, candidate: Candidate) -> None:
         read, state = lineage.version_read(candidate), lineage.require_state()
+        changed = len(candidate.blocks) - len(candidate.kept)
         names = {"owner": lineage.owner, "branch": lineage.branch}
         if candidate.blocks:
             reach("boundary_before_commit", **names)
         self.runtime.committed(lineage, self.runtime.store.commit(candidate))
+        self.runtime.counters["updates"] += changed
+        lineage.updates += changed
         lineage.note_output(read)
         if candidate.blocks:
             reach("after_commit", **names)
@@ -166,20 +175,24 @@ def _check_position(owner: int, row: int) -> None:
 
 @contextmanager
 def forward_step(
-    runtime: TTTRuntime, input_ids: torch.Tensor, forward_batch: Any, embed: Any
+    runtime: TTTRuntime, forward_batch: Any, targets: Callable[[], torch.Tensor] | None = None
 ) -> Iterator[TTTStep | None]:
     """Plan on entry, publish on a clean exit, drop everything when the forward pass raised.
 
-    ``embed`` maps token ids to embeddings and is called only for ``ttt_target: input_embed``.
-    Yields None when no row of the batch has an owner.
+    ``targets`` gives the In-Place targets of all rows where they are not the MLPs' inputs. Yields
+    None when no row of the batch has an owner.
     """
     idle = forward_batch.forward_mode.is_idle()
     owners = [] if idle else plan_owners(runtime, forward_batch)
     if not owners:
         yield None
         return
-    target = embed(input_ids) if runtime.config.target == "input_embed" else None
-    step = TTTStep(runtime, owners, target)
+    try:
+        step = TTTStep(runtime, owners, None if targets is None else targets())
+    except BaseException:
+        for _, candidate in owners:
+            runtime.store.drop(candidate)
+        raise
     try:
         yield step
         step.finish()

@@ -24,13 +24,14 @@ _SIZES: dict[str, Any] = {
 }
 
 
-def tiny_model(architecture: str) -> Any:
+def tiny_model(architecture: str, **sizes: Any) -> Any:
     """A random float32 model with uneven norms, so that a wrong norm shows."""
     torch.manual_seed(7)
+    all_sizes = {**_SIZES, **sizes}
     if architecture == "llama":
-        model: Any = LlamaForCausalLM(LlamaConfig(**_SIZES, tie_word_embeddings=True))
+        model: Any = LlamaForCausalLM(LlamaConfig(**all_sizes, tie_word_embeddings=True))
     else:
-        model = Qwen3ForCausalLM(Qwen3Config(**_SIZES, head_dim=16, tie_word_embeddings=False))
+        model = Qwen3ForCausalLM(Qwen3Config(**all_sizes, head_dim=16, tie_word_embeddings=False))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name:
@@ -91,6 +92,14 @@ class Owner:
         return {
             key: torch.stack([parts[i] for i in range(len(parts))]) for key, parts in found.items()
         }
+
+    @torch.no_grad()
+    def feed(self, token: int, cache: Any) -> tuple[Tensor, Any]:
+        """One token under the present adapter: logits [vocab], cache."""
+        answer = self.model.eval()(
+            input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True
+        )
+        return answer.logits[0, -1], answer.past_key_values
 
     @torch.no_grad()
     def logits(self, tokens: list[int]) -> Tensor:

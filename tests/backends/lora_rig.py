@@ -14,7 +14,6 @@ from sgl_rwttt.backends.lora_decoder import DecoderWeights, LayerWeights, Linear
 from sgl_rwttt.backends.lora_delta import LoraDeltaBackend, LoraPlan
 from sgl_rwttt.backends.lora_slots import initial_adapter
 from sgl_rwttt.core.segment import BlockPart, Segment
-from tests.backends.lora_oracle import VOCAB
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -33,7 +32,7 @@ def fused_weights(model: Any) -> DecoderWeights:
         head=model.lm_head.weight,
         rotary=torch.cat((cos[0, :, :half], sin[0, :, :half]), -1),
         eps=model.config.rms_norm_eps,
-        vocab=VOCAB,
+        vocab=model.config.vocab_size,
     )
 
 

@@ -69,7 +69,7 @@ class Bench:
             extend_seq_lens_cpu=list(counts),
             extend_prefix_lens_cpu=list(self.lengths),
         )
-        with forward_step(self.runtime, torch.tensor(ids), batch, None) as step:
+        with forward_step(self.runtime, batch) as step:
             assert step is not None
             out = torch.stack([step.layer(s, self.h[s, ids], self.x[s, ids]) for s in (0, 1)])
         self.lengths = [a + b for a, b in zip(self.lengths, counts, strict=True)]

@@ -46,8 +46,8 @@ def decode(bench: Bench) -> list[str]:
         forward_mode=SimpleNamespace(is_idle=lambda: False, is_decode=lambda: True),
         seq_lens_cpu=SimpleNamespace(tolist=lambda: lengths),  # on the host in SGLang too
     )
-    h, x, tensor = bench.h[:, ids], bench.x[:, ids], torch.tensor(ids)
-    with Watch() as watch, forward_step(bench.runtime, tensor, batch, None) as step:
+    h, x = bench.h[:, ids], bench.x[:, ids]
+    with Watch() as watch, forward_step(bench.runtime, batch) as step:
         assert step is not None
         for slot in (0, 1):
             step.layer(slot, h[slot], x[slot])

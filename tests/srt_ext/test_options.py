@@ -17,7 +17,7 @@ from sgl_rwttt.srt_ext.launch import fresh_environment
 from sgl_rwttt.srt_ext.options import ENV_OPTIONS, TTTOptions, add_arguments, publish_arguments
 from sgl_rwttt.srt_ext.params import parse_params
 from sgl_rwttt.srt_ext.refusals import RefusedFlag, refuse_unsupported
-from sgl_rwttt.srt_ext.runtime import fold_pages, size_pools
+from sgl_rwttt.srt_ext.rules import fold_pages, size_pools
 
 CONFIG = InPlaceConfig((24, 25, 26), 32, 1e-3, True, "input_embed", 576, 1536)
 

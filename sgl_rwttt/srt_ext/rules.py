@@ -1,0 +1,145 @@
+"""What an update rule brings to a server: its backend, pools and limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sgl_rwttt.backends.in_place import InPlaceBackend, InPlaceConfig
+from sgl_rwttt.backends.lora_config import DecoderShape, LoraDeltaConfig
+from sgl_rwttt.backends.lora_delta import LoraDeltaBackend
+from sgl_rwttt.backends.lora_peft import adapter_digest, load_adapter
+from sgl_rwttt.core.segment import Evidence
+from sgl_rwttt.core.slots import SlotPool
+
+from .limits import retained_window
+from .options import TTTOptions
+
+RuleConfig = InPlaceConfig | LoraDeltaConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StateParts:
+    """The rule's part of a runtime."""
+
+    backend: Any  # a base.StateBackend, with its pools allocated
+    pages: SlotPool
+    bases: SlotPool
+    fold_pages: int  # pages that a version reads before it gets a dense base; 0 = never
+    evidence: Evidence
+    shape: tuple[Any, ...]  # what states must share to be in one operator group
+    retained: int | None  # newest versions kept per lineage
+
+
+def state_parts(config: RuleConfig, options: TTTOptions, device: torch.device) -> StateParts:
+    """Allocate the pools of one rule; ValueError, naming the flag, when they would hold nothing."""
+    if isinstance(config, LoraDeltaConfig):
+        return _lora_delta(config, options, device)
+    return _in_place(config, options, device)
+
+
+def _in_place(config: InPlaceConfig, options: TTTOptions, device: torch.device) -> StateParts:
+    pages, bases = size_pools(config, options)
+    backend = InPlaceBackend(config, pages=pages, bases=bases, device=device)
+    folds = fold_pages(config, options, backend.default_fold_pages)
+    bases_by = "--ttt-max-bases" if bases - 1 == options.max_bases else "--ttt-dense-fraction"
+    return StateParts(
+        backend=backend,
+        pages=_page_pool(pages, "delta page", options),
+        bases=SlotPool(bases, "dense base", bases_by),
+        fold_pages=folds,
+        evidence="rows",
+        shape=(config.rule, config.d_model, config.d_ff, str(backend.dtype)),
+        retained=retained_window(options, folds, bases - 1),
+    )
+
+
+def _lora_delta(config: LoraDeltaConfig, options: TTTOptions, device: torch.device) -> StateParts:
+    slot_bytes = 4 * config.adapter_numbers
+    held = options.memory_mb * 1024 * 1024 // slot_bytes
+    slots = _at_most(held - 1, options.max_pages)  # one more holds what every owner starts from
+    if slots < 4:
+        raise ValueError(
+            f"--ttt-memory-mb={options.memory_mb} holds {held} adapters of {slot_bytes} bytes "
+            f"(rank {config.rank}, {config.shape.layers} layers); at least 5 are needed"
+        )
+    backend = LoraDeltaBackend(config, slots + 1, options.train_tokens, device)
+    return StateParts(
+        backend=backend,
+        pages=_page_pool(slots + 1, "adapter", options),
+        bases=SlotPool(1, "dense base"),
+        fold_pages=0,
+        evidence="tokens",
+        shape=(config.rule, config.shape.d_model, "torch.float32"),
+        retained=options.retained_versions,
+    )
+
+
+def lora_config(options: TTTOptions, hf_config: Any) -> LoraDeltaConfig:
+    """The rule that ``--ttt-backend lora_delta`` asks for; ValueError names the key or parameter.
+
+    ``--ttt-adapter`` is read once here, because every state depends on what is in it.
+    """
+    given: dict[str, Any] = {
+        "targets": None if options.targets is None else tuple(options.targets.split(",")),
+        "rank": options.rank,
+        "alpha": options.alpha,
+        "chunk": options.chunk,
+        "lr": options.lr,
+        "tau": options.tau,
+        "weight": options.selection_weight,
+        "steps": options.steps,
+        "seed": options.seed,
+    }
+    named = {name: value for name, value in given.items() if value is not None}
+    config = LoraDeltaConfig(DecoderShape.from_hf(hf_config), **named)
+    if config.chunk > options.train_tokens:
+        raise ValueError(
+            f"--ttt-train-tokens={options.train_tokens} does not hold a segment of "
+            f"--ttt-chunk={config.chunk} tokens"
+        )
+    if options.adapter is None:
+        return config
+    initial = adapter_digest(load_adapter(Path(options.adapter), config))
+    return LoraDeltaConfig(config.shape, **named, initial=initial)
+
+
+def size_pools(config: InPlaceConfig, options: TTTOptions) -> tuple[int, int]:
+    """(pages, dense bases) that fit ``--ttt-memory-mb``; raises ValueError when none would."""
+    layers, chunk = len(config.layers), config.chunk
+    page_bytes = 4 * layers * chunk * (config.d_ff + config.d_model)
+    base_bytes = 4 * layers * config.d_ff * config.d_model
+    budget = options.memory_mb * 1024 * 1024
+    share = options.dense_fraction
+    if share is None:
+        share = 0.9 if options.commit == "dense" else 0.25
+    dense = 0 if options.fold_rows == 0 else int(budget * share)
+    bases = _at_most(dense // base_bytes, options.max_bases)
+    pages = _at_most((budget - bases * base_bytes) // page_bytes, options.max_pages)
+    if pages < 4:
+        raise ValueError(
+            f"--ttt-memory-mb={options.memory_mb} holds {pages} delta pages of {page_bytes} bytes "
+            f"({layers} layers, chunk {chunk}); at least 4 are needed"
+        )
+    return pages + 1, bases + 1  # slot 0 of each pool is the dummy
+
+
+def fold_pages(config: InPlaceConfig, options: TTTOptions, default: int) -> int:
+    """Pages since the last base after which a version gets a base of its own (0 = never)."""
+    if options.commit == "dense":
+        return 1
+    if options.fold_rows is None:
+        return default
+    return -(-options.fold_rows // config.chunk)
+
+
+def _page_pool(pages: int, name: str, options: TTTOptions) -> SlotPool:
+    by_count = pages - 1 == options.max_pages
+    return SlotPool(pages, name, "--ttt-max-pages" if by_count else "--ttt-memory-mb")
+
+
+def _at_most(count: int, limit: int | None) -> int:
+    return count if limit is None else min(count, limit)

@@ -1,0 +1,169 @@
+"""``--ttt-backend lora_delta`` on a stock checkpoint: one engine, against PEFT token by token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_rwttt.backends.lora_config import DecoderShape, LoraDeltaConfig
+from sgl_rwttt.backends.lora_slots import initial_adapter
+from tests.backends.lora_oracle import Owner, tiny_model
+from tests.engine.served import Served, rid, state
+
+pytestmark = pytest.mark.engine
+CHUNK, LR, STEPS, VOCAB = 8, 0.01, 2, 128
+TAU = 4.0
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("qwen3", vocab_size=VOCAB, max_position_embeddings=512)
+
+
+@pytest.fixture(scope="module")
+def served(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder: Path = tmp_path_factory.mktemp("stock")
+    model.save_pretrained(folder / "model")
+    engine = Served(
+        folder / "model",
+        ttt_backend="lora_delta",
+        ttt_chunk=CHUNK,
+        ttt_lr=LR,
+        ttt_steps=STEPS,
+        ttt_tau=TAU,
+        ttt_train_tokens=2 * CHUNK,
+        ttt_snapshot_dir=str(folder),
+        chunked_prefill_size=20,
+    )
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(autouse=True)
+def cold(served: Served) -> Iterator[None]:
+    served.flush()
+    yield
+    info = served.info()
+    assert info["integrity_checked"] and info["store"]["owners"] == 0
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def alone(model: Any, fingerprint: str, tokens: list[int], n: int) -> tuple[list[int], int]:
+    """(greedy ids, boundaries that were learnt) of one owner with PEFT, one token at a time."""
+    config = LoraDeltaConfig(DecoderShape.from_hf(model.config))
+    start = initial_adapter(config, fingerprint)
+    owner = Owner(model, config.targets, config.rank, config.alpha, start)
+    context, out, cache, updates = list(tokens), [], None, 0
+    for at in range(len(tokens) + n - 1):
+        logits, cache = owner.feed(context[at], cache)
+        if at + 1 >= len(tokens):
+            out.append(int(logits.argmax()))
+            context.append(out[-1])
+        if (at + 1) % CHUNK == 0:
+            segment = context[at + 1 - CHUNK : at + 1]
+            updates += owner.boundary(segment, LR, TAU, 0.1, STEPS)[1] > 0
+    return out, updates
+
+
+def test_batched_owners_equal_peft_alone(served: Served, model: Any) -> None:
+    """Guards the whole path: prefill in pieces over boundaries, decode over boundaries, owners at
+    different phases in one batch; each gets what PEFT and AdamW give it alone.
+    """
+    fingerprint = served.info()["fingerprint"]
+    prompts = [prompt(i, length) for i, length in enumerate((5, 8, 27, 44))]
+    before = served.info()["counters"]["updates"]
+    answers = served.run(*(served.agenerate(tokens, n=30) for tokens in prompts))
+    total = 0
+    for tokens, answer in zip(prompts, answers, strict=True):
+        ids, updates = alone(model, fingerprint, tokens, 30)
+        assert answer["output_ids"] == ids
+        report = state(answer)
+        assert report["version"] == (len(tokens) + 29) // CHUNK
+        assert report["updates"] == updates
+        total += updates
+    boundaries = sum(state(answer)["version"] for answer in answers)
+    assert 0 < total < boundaries, "both kinds of boundaries must occur"
+    assert served.info()["counters"]["updates"] - before == total
+    served.flush()
+    for tokens, answer in zip(prompts, answers, strict=True):
+        again = served.generate(tokens, n=30)
+        assert again["output_ids"] == answer["output_ids"]
+        assert state(again)["state_id"] == state(answer)["state_id"]
+
+
+def test_learning_changes_the_answer(served: Served, model: Any) -> None:
+    """Guards against a state that nobody reads: frozen, and without state, it answers otherwise."""
+    tokens = prompt(2, 40)
+    learnt = served.generate(tokens, n=24)["output_ids"]
+    off = served.generate(tokens, n=24, custom={"ttt_mode": "off"})["output_ids"]
+    frozen = served.generate(tokens, n=24, custom={"ttt_mode": "read"})
+    with torch.no_grad():
+        base = model.generate(
+            torch.tensor([tokens]), max_new_tokens=24, do_sample=False, eos_token_id=None
+        )[0, len(tokens) :].tolist()
+    assert off == frozen["output_ids"] == base != learnt
+    assert (state(frozen)["version"], state(frozen)["updates"]) == (0, 0)
+
+
+def test_prefix_hit_to_the_last_token(served: Served) -> None:
+    """Guards the hit: evidence is token ids, so no tail has to be retained for it."""
+    tokens = prompt(3, 3 * CHUNK + 5)
+    first = served.generate(tokens, n=6)
+    again = served.generate(tokens, n=6)
+    assert again["meta_info"]["cached_tokens"] == len(tokens) - 1
+    assert again["output_ids"] == first["output_ids"]
+    assert state(again)["state_id"] == state(first)["state_id"]
+
+
+def test_fork_rollback_and_frozen(served: Served) -> None:
+    """Guards lineages: every continuation equals a cold run of the same tokens."""
+    tokens, more = prompt(4, 2 * CHUNK + 3), prompt(5, CHUNK + 2)
+    owner = served.open()
+    first = served.generate(tokens, n=12, owner=owner)
+    whole = tokens + first["output_ids"]
+    at = {"owner": owner, "parent": rid(first)}
+    points = {"fork": len(whole), "sibling": len(whole), "rollback": CHUNK + 2}
+    for name, offset in points.items():
+        answer = served.generate(more, n=14, offset=offset, **at)
+        served.flush()
+        expected = served.generate(whole[:offset] + more, n=14)
+        assert answer["output_ids"] == expected["output_ids"], name
+        assert state(answer)["version"] == state(expected)["version"]
+    frozen = served.generate(more, n=14, custom={"ttt_mode": "read"}, **at)
+    assert state(frozen)["version"] == len(whole) // CHUNK
+    assert state(frozen)["updates"] == 0
+    served.control("close", owner=owner)
+
+
+def test_snapshot(served: Served) -> None:
+    """Guards save and restore: the adapter goes on in a new owner as if nothing had happened."""
+    owner = served.open()
+    first = served.generate(prompt(6, 4 * CHUNK + 1), n=8, owner=owner)
+    cleared = served.generate(
+        [7], n=0, owner=owner, parent=rid(first), custom={"ttt_clear": "drop"}
+    )
+    root = state(cleared)["next_root"]
+    served.control("save", owner=owner, name="adapter", root=root)
+    question = prompt(8, 5)
+    expected = served.generate(question, n=20, owner=owner, custom={"ttt_root": root})
+    served.control("close", owner=owner)
+    served.flush()
+    assert served.info()["store"]["pages_live"] == 0
+    other = served.open()
+    restored = served.control("restore", owner=other, name="adapter")
+    assert served.info()["store"]["pages_live"] == 1
+    again = served.generate(question, n=20, owner=other, custom={"ttt_root": restored["root"]})
+    assert again["output_ids"] == expected["output_ids"]
+    assert state(again)["state_id"] == state(expected)["state_id"]
+    served.control("close", owner=other)
+    served.flush()
+    assert served.info()["store"]["pages_live"] == 0
