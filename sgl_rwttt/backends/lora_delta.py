@@ -135,6 +135,9 @@ class LoraDeltaBackend(AdapterSlots):
         while any(inner):
             self._write(plan, [jobs.pop(0) for jobs in inner if jobs])
             inner = [[job for job in jobs if job.segment not in plan.failed] for jobs in inner]
+        for index in plan.failed:  # its rows read what there was before, not an unwritten slot
+            blocks = plan.segments[index].blocks
+            plan.kept.update({part.page: part.pages for part in blocks})
         slots = tuple(self._row_slots(plan))
         if slots != self._read_cache[0]:
             self._read_cache = (slots, self._plan_read(slots))

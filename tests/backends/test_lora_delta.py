@@ -129,7 +129,7 @@ def test_not_selected_boundary_shares_its_predecessor(llama: Any) -> None:
 @pytest.mark.parametrize("where", ["inner", "deferred"])
 def test_a_failing_owner_fails_alone(llama: Any, where: str) -> None:
     """Guards the finite check: an owner whose adapter is NaN fails, the others' bits stay."""
-    rows = CHUNK + (where == "inner")
+    rows = CHUNK + 2 * (where == "inner")
     good = make_backend(llama, chunk=CHUNK, lr=0.02)
     backends = [good, make_backend(llama, chunk=CHUNK, lr=0.02)]
     learn(good, (), 3, ids(CHUNK, 2))
@@ -151,6 +151,27 @@ def test_a_failing_owner_fails_alone(llama: Any, where: str) -> None:
         for name, values in backends[1].adapter(Reads(slot)).items():
             assert torch.equal(values, expected[name])
     assert backends[1].adapter(Reads(8))["q_proj.lora_A"].isnan().all()
+
+
+def test_rows_after_a_failed_boundary(llama: Any) -> None:
+    """Guards the batch: after a failed boundary its owner reads what it read before, not a slot
+    that nobody wrote, so no NaN gets into the forward pass.
+    """
+    backend = make_backend(llama, chunk=CHUNK, lr=0.02)
+    learn(backend, (), 3, ids(CHUNK, 2))
+    tokens = ids(15, 9)
+    whole = segment(0, 15, (3,), [(6, 7, tokens[:6]), (12, 8, tokens[6:12])])
+
+    def here(context: dict[str, Any]) -> bool:
+        return bool(context["page"] == 7)
+
+    with faults.armed("write.candidate", faults.not_finite, when=here, times=None):
+        plan = backend.begin_step([whole])
+        read = backend.read(plan, 1, "v_proj", torch.ones(15, 32))
+        assert backend.finish_step(plan) == [False]
+    assert read[0].any()
+    for row in read:
+        assert_close(row, read[0])
 
 
 def test_a_write_that_raises_is_tried_alone(llama: Any) -> None:
