@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sgl_rwttt.backends.lora_config import LoraDeltaConfig
+from sgl_rwttt.backends.lora_config import TARGETS, LoraDeltaConfig
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -40,7 +40,7 @@ class AdapterError(ValueError):
 
 
 def save_adapter(
-    folder: Path, config: LoraDeltaConfig, tensors: Mapping[str, Tensor], base_model: str
+    folder: Path, tensors: Mapping[str, Tensor], alpha: float, base_model: str
 ) -> None:
     """Write an adapter (named and shaped as by ``AdapterSlots.adapter``) as a PEFT folder.
 
@@ -48,18 +48,20 @@ def save_adapter(
     ``base_model`` is what the folder names as its base.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    targets = tuple(sorted({key.split(".")[0] for key in tensors}, key=TARGETS.index))
+    depth, rank, _ = tensors[f"{targets[0]}.lora_A"].shape
     weights = {
         name: tensors[f"{target}.{factor}"][layer].float().cpu().contiguous()
-        for name, target, factor, layer in _names(config)
+        for name, target, factor, layer in _names(depth, targets)
     }
     save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
-        "r": config.rank,
-        "lora_alpha": config.alpha,
-        "target_modules": list(config.targets),
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": list(targets),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -79,7 +81,8 @@ def load_adapter(folder: Path, config: LoraDeltaConfig) -> dict[str, Tensor]:
         weights = load_file(folder / WEIGHTS_FILE)
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"{WEIGHTS_FILE} cannot be read: {error}") from error
-    expected = {name: (target, factor) for name, target, factor, _ in _names(config)}
+    names = list(_names(config.shape.layers, config.targets))
+    expected = {name: (target, factor) for name, target, factor, _ in names}
     for name in sorted(set(weights) ^ set(expected)):
         state = "is missing" if name in expected else "is of no target of this model"
         _refuse(WEIGHTS_FILE, f"{name} {state}")
@@ -91,7 +94,7 @@ def load_adapter(folder: Path, config: LoraDeltaConfig) -> dict[str, Tensor]:
         if not weights[name].isfinite().all():
             _refuse(WEIGHTS_FILE, f"{name} holds a number that is not finite")
     layers: dict[str, list[Tensor]] = {}
-    for name, target, factor, _ in _names(config):
+    for name, target, factor, _ in names:
         layers.setdefault(f"{target}.{factor}", []).append(weights[name].float())
     return {key: torch.stack(parts) for key, parts in layers.items()}
 
@@ -105,10 +108,10 @@ def adapter_digest(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _names(config: LoraDeltaConfig) -> Iterator[tuple[str, str, str, int]]:
+def _names(depth: int, targets: tuple[str, ...]) -> Iterator[tuple[str, str, str, int]]:
     """(name in the file, target, factor, layer) of every tensor of an adapter."""
-    for layer in range(config.shape.layers):
-        for target in config.targets:
+    for layer in range(depth):
+        for target in targets:
             block = "mlp" if target in ("gate_proj", "up_proj", "down_proj") else "self_attn"
             for factor in ("lora_A", "lora_B"):
                 module = f"model.layers.{layer}.{block}.{target}"

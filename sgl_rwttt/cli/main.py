@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from sgl_rwttt import __version__
 
-from . import embedded, env, serve
+from . import adapter, embedded, env, serve
 
 DESCRIPTION = """\
 Serve models that keep learning while they answer: every request owns fast weights, which SGLang
@@ -31,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sgl-rwttt {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (serve, embedded, env):
+    for module in (serve, embedded, env, adapter):
         module.add_parser(commands)
     return parser
 

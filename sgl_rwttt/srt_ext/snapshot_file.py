@@ -104,6 +104,28 @@ class Header:
         return found
 
 
+def stored_layout(header: Header) -> Layout:
+    """The tensors that a header lists, for a reader without a model to compare with.
+
+    Raises IncompatibleSnapshot when they do not fill the file, or the header was changed.
+    """
+    kinds = {name: dtype for dtype, name in _DTYPES.items()}
+    try:
+        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            name: (kinds[each["dtype"]], tuple(map(int, each["shape"])))
+            for name, each in header.tensors.items()
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        refuse("header", f"not a list of tensors: {type(error).__name__}")
+    if header.tensors != _descriptors(found):
+        refuse("shapes", "the tensors do not lie one behind the other")
+    if header.fields["header_checksum"] != _header_digest(header.raw, header.fields):
+        refuse("header_checksum", "the header was changed")
+    if header.size != len(header.raw) + data_bytes(found):
+        refuse("length", f"{header.size} bytes, not {len(header.raw) + data_bytes(found)}")
+    return found
+
+
 def layout_of(chain: Chain, layout: Callable[[int, bool], Layout]) -> Layout:
     """The tensors of a chain's last version."""
     return layout(pages_of(chain), any(link.adds == "base" for link in chain))

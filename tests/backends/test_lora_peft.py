@@ -26,7 +26,7 @@ def test_export_and_import(architecture: str, tmp_path: Path) -> None:
     learn(backend, (), 3, ids(CHUNK, 2))
     tokens = ids(11, 3)
     ours = logits(model, backend, tokens, segment(0, 11, (3,)))
-    save_adapter(tmp_path / "ours", backend.config, backend.adapter(Reads(3)), "tiny")
+    save_adapter(tmp_path / "ours", backend.adapter(Reads(3)), 16.0, "tiny")
 
     theirs = PeftModel.from_pretrained(tiny_model(architecture), tmp_path / "ours")
     with torch.no_grad():
@@ -87,6 +87,6 @@ def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
     backend = make_backend(tiny_model("llama"), **RULE)
     tensors = backend.adapter(Reads())
     tensors["v_proj.lora_B"][1, 2, 3] = torch.nan
-    save_adapter(tmp_path, backend.config, tensors, "tiny")
+    save_adapter(tmp_path, tensors, 16.0, "tiny")
     with pytest.raises(AdapterError, match=r"layers.1.self_attn.v_proj.lora_B.*not finite"):
         load_adapter(tmp_path, backend.config)

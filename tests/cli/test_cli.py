@@ -33,7 +33,7 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["embedded"], ["env"]], ids=str)
+@pytest.mark.parametrize("command", [[], ["serve"], ["embedded"], ["env"], ["adapter"]], ids=str)
 def test_help_is_quick(command: list[str]) -> None:
     """--help imports torch and takes ten seconds."""
     code = (

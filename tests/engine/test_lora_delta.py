@@ -17,7 +17,7 @@ from tests.engine.served import Served, rid, state
 
 pytestmark = pytest.mark.engine
 CHUNK, LR, STEPS, VOCAB = 8, 0.01, 2, 128
-TAU = 4.0
+TAU = 4.6
 
 
 @pytest.fixture(scope="module")

@@ -97,7 +97,7 @@ def test_an_initial_adapter_is_part_of_the_rule(tmp_path: Path) -> None:
     rules = {plain.rule}
     for number in range(2):
         tensors["v_proj.lora_B"][0, 0, 0] = number
-        save_adapter(tmp_path, plain, tensors, "base")
+        save_adapter(tmp_path, tensors, 16.0, "base")
         rules.add(lora_config(options(adapter=str(tmp_path)), MODEL).rule)
     assert len(rules) == 3
 
