@@ -56,7 +56,7 @@ class RequestLineage:
         self.error: StateError | None = None  # ended the request
         self.late_error: StateError | None = None  # pin or reset failed after the last token
         self.next_root: bytes | None = None
-        self.updates = 0  # boundaries of this request that changed the state
+        self.updates = 0  # boundaries computed for this request that changed the state
         self._versions: list[list[int]] = []
         self._final: dict[str, Any] | None = None
 
