@@ -15,8 +15,7 @@ from sgl_rwttt.core.index import StateIndex
 from sgl_rwttt.core.lineage import cleared_root_id
 from sgl_rwttt.core.pins import PinTable
 from sgl_rwttt.core.slots import SlotPool
-from sgl_rwttt.core.versions import Version
-from sgl_rwttt.core.writes import sharing
+from sgl_rwttt.core.versions import Version, sharing
 
 Adds = Literal["root", "base", "page", "slot", "same", "clear"]
 _STARTS = ("root", "base", "slot")

@@ -22,11 +22,12 @@ from sgl_rwttt.core.matching import match_chain
 from sgl_rwttt.core.owners import OwnerState
 from sgl_rwttt.core.pins import PinTable
 from sgl_rwttt.core.segment import Evidence
+from sgl_rwttt.core.slot_writes import SlotWritePath
 from sgl_rwttt.core.slots import SlotPool
 from sgl_rwttt.core.snapshots import SnapshotPath
 from sgl_rwttt.core.spans import ModeSpans
 from sgl_rwttt.core.versions import Match, StateView, Version
-from sgl_rwttt.core.writes import SlotWritePath, WritePath
+from sgl_rwttt.core.writes import WritePath
 
 
 class TTTStateStore:

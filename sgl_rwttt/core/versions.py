@@ -53,6 +53,13 @@ class Version:
         return f"Version({self.number}, {self.id.hex()[:8]}, refs={self.refs})"
 
 
+def sharing(version_id: bytes, number: int, before: Version) -> Version:
+    """A version that reads what `before` reads; it holds on to whose payload that is alone."""
+    while before.page is None and before.parent is not None:
+        before = before.parent
+    return Version(version_id, number, before, None, before.base, before.pages)
+
+
 class Tail:
     """An open page: evidence after a boundary that is not committed yet.
 
