@@ -8,6 +8,7 @@ from typing import Any
 # rule name -> module:class
 BACKENDS: dict[str, str] = {
     "in_place": "sgl_rwttt.backends.in_place:InPlaceBackend",
+    "streaming": "sgl_rwttt.backends.streaming:StreamingBackend",
 }
 
 
