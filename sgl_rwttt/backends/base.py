@@ -24,6 +24,7 @@ class StateBackend(Protocol[Plan]):
     """
 
     name: str
+    stateless: bool  # whether a request may own no state
 
     @property
     def page_bytes(self) -> int:

@@ -51,6 +51,7 @@ class StreamingBackend(StreamingPools):
     """The rule's READ and WRITE over its pools."""
 
     name = "streaming"
+    stateless = False  # without a state a token would see nothing before it
 
     def __init__(
         self, config: StreamingConfig, pages: int, bases: int, device: torch.device | str = "cpu"

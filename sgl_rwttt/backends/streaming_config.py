@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 MODEL_TYPE = "ttt"
 ARCHITECTURE = "TTTForCausalLM"
 
 # The published TTTConfig's defaults, for keys that a checkpoint leaves out.
-_DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 2048,
     "intermediate_size": 5504,
@@ -34,6 +34,8 @@ _DEFAULTS: dict[str, Any] = {
 @dataclass(frozen=True, slots=True)
 class StreamingConfig:
     """The rule's parameters and the model's sizes. Source: ttt-lm-pytorch, config.json."""
+
+    backend: ClassVar[str] = "streaming"
 
     layers: tuple[int, ...]  # every decoder layer holds a state; index = layer slot
     chunk: int  # tokens of a mini-batch
@@ -99,6 +101,22 @@ class StreamingConfig:
         return self.conv_kernel - 1 if self.convolved else 0
 
     @property
+    def page_bytes(self) -> int:
+        """Bytes of one page: a mini-batch's rows, all layers."""
+        return 4 * len(self.layers) * self.chunk * self.d_model * (2 + self.convolved)
+
+    @property
+    def base_bytes(self) -> int:
+        """Bytes of one version, all layers."""
+        rows = self.head_dim + 1 + self.memory * self.convolved
+        return 4 * len(self.layers) * self.d_model * rows
+
+    @property
+    def dense_share(self) -> float:
+        """Share of the memory for versions: as many as pages, each mini-batch ends in one."""
+        return self.base_bytes / (self.base_bytes + self.page_bytes)
+
+    @property
     def rule(self) -> str:
         """The rule as one line of text: equal text, equal state for equal tokens and weights."""
         return (
@@ -109,7 +127,7 @@ class StreamingConfig:
 
 
 def _get(config: Any, key: str) -> Any:
-    default = _DEFAULTS[key]
+    default = DEFAULTS[key]
     if isinstance(config, Mapping):
         return config.get(key, default)
     return getattr(config, key, default)

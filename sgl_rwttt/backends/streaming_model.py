@@ -7,7 +7,7 @@ couples the rows of a context.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from sgl_rwttt.backends.streaming import LearnerWeights, StreamingBackend
 from sgl_rwttt.backends.streaming_config import StreamingConfig
+from sgl_rwttt.backends.streaming_plan import StreamingPlan
 
 
 class StreamingStep(Protocol):
@@ -31,6 +32,25 @@ class StreamingStep(Protocol):
     def learn(self, slot: int, q: Tensor, k: Tensor, v: Tensor, rate: Tensor) -> Tensor:
         """Answers [N, heads, f] of a layer, see ``StreamingBackend.layer_step``."""
         ...
+
+
+class PlannedStep(NamedTuple):
+    """A backend and its plan as a step."""
+
+    backend: StreamingBackend
+    plan: StreamingPlan
+
+    def offsets(self, rows: int) -> Tensor:
+        """See ``StreamingStep``."""
+        return self.backend.offsets(self.plan, rows)
+
+    def recent(self, slot: int, which: int, x: Tensor) -> Tensor:
+        """See ``StreamingStep``."""
+        return self.backend.recent(self.plan, slot, which, x)
+
+    def learn(self, slot: int, q: Tensor, k: Tensor, v: Tensor, rate: Tensor) -> Tensor:
+        """See ``StreamingStep``."""
+        return self.backend.layer_step(self.plan, slot, q, k, v, rate)
 
 
 class RMSNorm(nn.Module):

@@ -45,15 +45,12 @@ class StreamingPools:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page, all layers."""
-        c = self.config
-        return 4 * len(c.layers) * c.chunk * c.d_model * (2 + c.convolved)
+        return self.config.page_bytes
 
     @property
     def base_bytes(self) -> int:
         """Bytes of one version, all layers."""
-        c = self.config
-        state = c.d_model * (c.head_dim + 1)
-        return 4 * len(c.layers) * (state + c.memory * c.convolved * c.d_model)
+        return self.config.base_bytes
 
     @property
     def default_fold_pages(self) -> int:

@@ -47,6 +47,8 @@ def admit(runtime: TTTRuntime, sessions: Any, recv_req: Any) -> RequestLineage |
     in_session = session_params is not None and session_params.id is not None
     if params.mode is None:
         _refuse_state(params, session=in_session)
+        if not runtime.backend.stateless:
+            raise UnsupportedByRule("this model is nothing without its state: leave ttt_mode out")
         return None
     if not in_session:
         return _anonymous(runtime, recv_req, params)
@@ -129,7 +131,7 @@ def _in_session(
         )
     if params.clear == "commit":
         raise UnsupportedByRule(
-            "In-Place TTT writes complete chunks only: clear with tail='drop'", owner=owner
+            "the rule writes complete chunks only: clear with tail='drop'", owner=owner
         )
     check_branches(session)
     if params.clear is not None:

@@ -14,14 +14,18 @@ from types import SimpleNamespace
 from typing import Any
 
 from sgl_rwttt.backends.in_place import InPlaceConfig
+from sgl_rwttt.backends.streaming_config import StreamingConfig
+
+from .streaming_checkpoint import (
+    CheckpointError,
+    check_streaming_weights,
+    is_streaming,
+    streaming_rule,
+)
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 CONV_TAPS = 5
 _MAX_HEADER_BYTES = 100_000_000
-
-
-class CheckpointError(ValueError):
-    """A TTT checkpoint that cannot be served; the message names the key or the tensor."""
 
 
 def read_config(model_path: str, overrides: str | None = None) -> dict[str, Any]:
@@ -35,7 +39,7 @@ def read_config(model_path: str, overrides: str | None = None) -> dict[str, Any]
 
 def is_ttt(config: dict[str, Any]) -> bool:
     """Whether a config asks for test-time training; raises CheckpointError for a non-boolean."""
-    flag = config.get("ttt_mode", False)
+    flag = config.get("ttt_mode", is_streaming(config))
     if not isinstance(flag, bool):
         raise CheckpointError(f"config key ttt_mode must be true or false, got {flag!r}")
     return flag
@@ -87,12 +91,19 @@ def safetensors_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_checkpoint(model_path: str, config: dict[str, Any]) -> InPlaceConfig:
+def check_checkpoint(model_path: str, config: dict[str, Any]) -> InPlaceConfig | StreamingConfig:
     """Validate a TTT checkpoint and return its rule's configuration.
 
     Raises CheckpointError or ValueError naming the config key, architecture or tensor. A folder
     without safetensors files is checked when its weights are loaded.
     """
+    folder = Path(model_path)
+    shapes = safetensors_shapes(folder) if folder.is_dir() else {}
+    if is_streaming(config):
+        streaming = streaming_rule(config)
+        if shapes:
+            check_streaming_weights(shapes, streaming)
+        return streaming
     architectures = config.get("architectures") or [None]
     if architectures[0] not in SUPPORTED_ARCHITECTURES:
         raise CheckpointError(
@@ -100,9 +111,6 @@ def check_checkpoint(model_path: str, config: dict[str, Any]) -> InPlaceConfig:
             f"{list(SUPPORTED_ARCHITECTURES)}"
         )
     rule = InPlaceConfig.from_hf(SimpleNamespace(**config))
-    folder = Path(model_path)
-    if folder.is_dir():
-        shapes = safetensors_shapes(folder)
-        if shapes:
-            check_weights(shapes, rule)
+    if shapes:
+        check_weights(shapes, rule)
     return rule

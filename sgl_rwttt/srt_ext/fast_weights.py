@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class FastWeightCausalLM:
 
         Raises CheckpointError naming a TTT tensor that is missing, misshapen or unknown.
         """
-        seen = _Recorder(weights)
+        seen = Recorder(weights)
         loaded = super().load_weights(seen)  # type: ignore[misc]
         check_weights(seen.shapes, self.ttt_config)
         self.ttt = TTTRuntime(
@@ -98,22 +98,28 @@ def attach_layer(model: Any, slot: int, mlp: nn.Module) -> None:
     mlp.down_proj.register_forward_hook(add_state)
 
 
-class _Recorder:
+class Recorder:
     """Iterates the checkpoint once, noting TTT shapes and what identifies the weights."""
 
-    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        noted: Callable[[str], bool] = lambda name: ".ttt_" in name,
+    ) -> None:
+        """``shapes`` gets the tensors whose name is ``noted``."""
         self._weights = weights
+        self._noted = noted
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._digests: dict[str, bytes] = {}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._weights:
-            if ".ttt_" in name:
+            if self._noted(name):
                 self.shapes[name] = tuple(tensor.shape)
             self._digests[name] = _sample(tensor)
             yield name, tensor
 
-    def fingerprint(self, config: InPlaceConfig) -> str:
+    def fingerprint(self, config: object) -> str:
         """Identity of model and rule: names, shapes, dtypes and 64 values of every tensor."""
         digest = hashlib.blake2b(repr(config).encode(), digest_size=16)
         for name in sorted(self._digests):

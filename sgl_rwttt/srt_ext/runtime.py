@@ -14,7 +14,9 @@ from urllib.parse import quote
 
 import torch
 
-from sgl_rwttt.backends.in_place import InPlaceBackend, InPlaceConfig
+from sgl_rwttt.backends import backend_class
+from sgl_rwttt.backends.in_place_config import InPlaceConfig
+from sgl_rwttt.backends.streaming_config import StreamingConfig
 from sgl_rwttt.core.effects import Effect
 from sgl_rwttt.core.errors import OwnerReleased, StateError, UnknownOwner
 from sgl_rwttt.core.faults import reach
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+RuleConfig = InPlaceConfig | StreamingConfig
+
 _REMEMBERED_RELEASES = 4096
 _COUNTED = (
     "admissions",
@@ -58,14 +62,15 @@ _COUNTED = (
 class TTTRuntime:
     """Owns the pools and the store; maps rows of SGLang's request pool to owners' states."""
 
-    def __init__(self, config: InPlaceConfig, fingerprint: str, device: torch.device) -> None:
+    def __init__(self, config: RuleConfig, fingerprint: str, device: torch.device) -> None:
         options = TTTOptions.from_env()
         pages, bases = size_pools(config, options)
         self.config = config
         self.fingerprint = fingerprint
         self.boot_id = secrets.token_hex(8)
         self.options = options
-        self.backend = InPlaceBackend(config, pages=pages, bases=bases, device=device)
+        backend = backend_class(config.backend)
+        self.backend: Any = backend(config, pages=pages, bases=bases, device=device)
         self.backend.write_group = options.target_batch
         self.fold_pages = fold_pages(config, options, self.backend.default_fold_pages)
         self.shape = (config.rule, config.d_model, config.d_ff, str(self.backend.dtype))
@@ -233,15 +238,14 @@ class TTTRuntime:
         lineage.fail(error)
 
 
-def size_pools(config: InPlaceConfig, options: TTTOptions) -> tuple[int, int]:
+def size_pools(config: RuleConfig, options: TTTOptions) -> tuple[int, int]:
     """(pages, dense bases) that fit ``--ttt-memory-mb``; raises ValueError when none would."""
     layers, chunk = len(config.layers), config.chunk
-    page_bytes = 4 * layers * chunk * (config.d_ff + config.d_model)
-    base_bytes = 4 * layers * config.d_ff * config.d_model
+    page_bytes, base_bytes = config.page_bytes, config.base_bytes
     budget = options.memory_mb * 1024 * 1024
     share = options.dense_fraction
     if share is None:
-        share = 0.9 if options.commit == "dense" else 0.25
+        share = 0.9 if options.commit == "dense" else config.dense_share
     dense = 0 if options.fold_rows == 0 else int(budget * share)
     bases = _at_most(dense // base_bytes, options.max_bases)
     pages = _at_most((budget - bases * base_bytes) // page_bytes, options.max_pages)
@@ -253,7 +257,7 @@ def size_pools(config: InPlaceConfig, options: TTTOptions) -> tuple[int, int]:
     return pages + 1, bases + 1  # slot 0 of each pool is the dummy
 
 
-def fold_pages(config: InPlaceConfig, options: TTTOptions, default: int) -> int:
+def fold_pages(config: RuleConfig, options: TTTOptions, default: int) -> int:
     """Pages since the last base after which a version gets a base of its own (0 = never)."""
     if options.commit == "dense":
         return 1

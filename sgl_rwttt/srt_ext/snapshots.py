@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 from sgl_rwttt.backends.base import StateBackend
-from sgl_rwttt.backends.in_place import InPlaceConfig
+from sgl_rwttt.backends.in_place_config import InPlaceConfig
+from sgl_rwttt.backends.streaming_config import StreamingConfig
 from sgl_rwttt.core.errors import StateError
 from sgl_rwttt.core.snapshots import Restored, chain_of
 from sgl_rwttt.core.store import TTTStateStore
@@ -20,7 +21,9 @@ from .options import TTTOptions
 from .snapshot_folder import SnapshotFolder
 
 
-def required_fields(config: InPlaceConfig, dtype: str, fingerprint: str) -> dict[str, str]:
+def required_fields(
+    config: InPlaceConfig | StreamingConfig, dtype: str, fingerprint: str
+) -> dict[str, str]:
     """The header fields that must be equal for a file to fit a server."""
     return {
         "format": snapshot_file.FORMAT,

@@ -170,7 +170,8 @@ def forward_step(
 ) -> Iterator[TTTStep | None]:
     """Plan on entry, publish on a clean exit, drop everything when the forward pass raised.
 
-    ``embed`` maps token ids to embeddings and is called only for ``ttt_target: input_embed``.
+    ``embed`` maps token ids to embeddings and is called only for ``ttt_target: input_embed``; None
+    for a rule without targets.
     Yields None when no row of the batch has an owner.
     """
     idle = forward_batch.forward_mode.is_idle()
@@ -178,7 +179,9 @@ def forward_step(
     if not owners:
         yield None
         return
-    target = embed(input_ids) if runtime.config.target == "input_embed" else None
+    target = None
+    if embed is not None and runtime.config.target == "input_embed":
+        target = embed(input_ids)
     step = TTTStep(runtime, owners, target)
     try:
         yield step

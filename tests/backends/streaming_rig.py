@@ -6,13 +6,12 @@ All free pages and bases, and the dummy page, hold NaN at all times.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sgl_rwttt.backends.streaming import StreamingBackend, StreamingConfig
-from sgl_rwttt.backends.streaming_model import StreamingModel
+from sgl_rwttt.backends.streaming_model import PlannedStep, StreamingModel
 from sgl_rwttt.backends.streaming_plan import StreamingPlan
 from sgl_rwttt.core.candidate import Candidate
 from sgl_rwttt.core.effects import Effect
@@ -24,22 +23,6 @@ from tests.backends.in_place_rig import PoisonedPool
 from tests.golden_streaming import StreamingCase
 
 Write = tuple[OwnerState, Sequence[int], "ModeSpans | Effect"]
-
-
-class Step(NamedTuple):
-    """A plan as the model's step."""
-
-    backend: StreamingBackend
-    plan: StreamingPlan
-
-    def offsets(self, rows: int) -> Tensor:
-        return self.backend.offsets(self.plan, rows)
-
-    def recent(self, slot: int, which: int, x: Tensor) -> Tensor:
-        return self.backend.recent(self.plan, slot, which, x)
-
-    def learn(self, slot: int, q: Tensor, k: Tensor, v: Tensor, rate: Tensor) -> Tensor:
-        return self.backend.layer_step(self.plan, slot, q, k, v, rate)
 
 
 class StreamingRig:
@@ -88,7 +71,7 @@ class StreamingRig:
         """The forward without its end: the plan and each owner's logits [n, vocab]."""
         plan = self.backend.begin_step([c.segment for c in candidates])
         ids = torch.tensor([t for _, tokens, _ in writes for t in tokens] + [0] * padding)
-        logits = self.model(ids, Step(self.backend, plan)) @ self.head.T
+        logits = self.model(ids, PlannedStep(self.backend, plan)) @ self.head.T
         return plan, [logits[c.segment.start :][: c.segment.count] for c in candidates]
 
     def settle(self, plan: StreamingPlan, candidates: Sequence[Candidate]) -> list[bool]:
