@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sgl_rwttt.backends.in_place_plan import Block
 from sgl_rwttt.backends.streaming_config import StreamingConfig
-from sgl_rwttt.backends.streaming_plan import Round, StreamingPlan, plan_streaming
+from sgl_rwttt.backends.streaming_plan import Round, StreamingPlan, Versions, plan_streaming
 from sgl_rwttt.backends.streaming_pools import StreamingPools
 from sgl_rwttt.core.faults import reach
 from sgl_rwttt.kernels.ttt_linear.torch_impl import mini_batch, next_state
@@ -155,7 +155,7 @@ class StreamingBackend(StreamingPools):
         q, k, v, rate = q.float(), k.float(), v.float(), rate.float()
         out = torch.zeros_like(q)
         self.K[slot, plan.target] = k[plan.source].flatten(1)
-        W, b = self._states(slot, [(s.base, s.pages) for s in plan.segments])
+        W, b = self._states(slot, plan.reads)
         for turn in plan.rounds:
             inputs = [x[turn.rows].transpose(1, 2) for x in (q, k, v, rate)]
             answer, y = mini_batch(
@@ -230,22 +230,16 @@ class StreamingBackend(StreamingPools):
         tail_y = self._page_rows_of(self.Y[slot], pages)
         return next_state(W, b, tail_k, tail_y, float(self._tau[slot, -1]))
 
-    def _states(
-        self, slot: int, versions: Sequence[tuple[int | None, tuple[int, ...]]]
-    ) -> tuple[Tensor, Tensor]:
-        """W [S, heads, f, f] and b [S, heads, f] of (base, pages), new tensors."""
-        bases = torch.tensor([base or 0 for base, _ in versions], device=self.device)
-        W, b = self.W[slot, bases], self.b[slot, bases]
-        for age in range(max((len(pages) for _, pages in versions), default=0)):
-            own = [i for i, (_, pages) in enumerate(versions) if age < len(pages)]
-            at = torch.tensor(own, device=self.device)
-            pages = torch.tensor([versions[i][1][age] for i in own], device=self.device)
+    def _states(self, slot: int, versions: Versions) -> tuple[Tensor, Tensor]:
+        """W [S, heads, f, f] and b [S, heads, f] of some versions, new tensors."""
+        W, b = self.W[slot, versions.bases], self.b[slot, versions.bases]
+        for at, pages in versions.chains:
             W[at], b[at] = self._next(slot, W[at], b[at], pages)
         return W, b
 
     def state(self, base: int | None, pages: tuple[int, ...], slot: int) -> tuple[Tensor, Tensor]:
         """W [heads, f, f] and b [heads, f] of a version at a layer slot, new tensors."""
-        W, b = self._states(slot, [(base, pages)])
+        W, b = self._states(slot, Versions.of([(base, pages)], self.device))
         return W[0], b[0]
 
     def _finite(self, items: Sequence[Completed]) -> list[bool]:
@@ -292,10 +286,12 @@ class StreamingBackend(StreamingPools):
         pages = [block.page for block, _ in items]
         reach("write.batch", pages=pages)
         folded = [(b.page, p.fold_base, p.fold_from) for b, p in items if p.fold_base is not None]
+        reads = Versions.of([source for _, _, source in folded], self.device)
         for slot in range(len(self.config.layers)) if folded else ():
-            W, b = self._states(slot, [source for _, _, source in folded])
+            W, b = self._states(slot, reads)
             for index, (page, base, _) in enumerate(folded):
-                reach("write.candidate", values=W, index=index, page=page)
+                if slot == 0:
+                    reach("write.candidate", values=W.flatten(1, 2), index=index, page=page)
                 self._store(slot, base, page, W[index], b[index])
         finite = self._finite(items)
         return {item for item, ok in zip(items, finite, strict=True) if ok}

@@ -53,6 +53,19 @@ class PlannedStep(NamedTuple):
         return self.backend.layer_step(self.plan, slot, q, k, v, rate)
 
 
+class Rotation(NamedTuple):
+    """Rotary embedding by the offset in the mini-batch; neighbouring numbers form a pair."""
+
+    cos: Tensor  # [N, 1, f / 2]
+    sin: Tensor
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x [N, heads, f], rotated."""
+        a, b = x[..., 0::2], x[..., 1::2]
+        turned = (a * self.cos - b * self.sin, b * self.cos + a * self.sin)
+        return torch.stack(turned, -1).flatten(2)
+
+
 class RMSNorm(nn.Module):
     """Root mean square norm, computed in float32."""
 
@@ -110,9 +123,6 @@ class SwiGLU(nn.Module):
 class TTTLinear(nn.Module):
     """Projections, rotation and learning rates around the inner learner."""
 
-    cos: Tensor
-    sin: Tensor
-
     def __init__(self, config: StreamingConfig) -> None:
         super().__init__()
         self.config = config
@@ -135,10 +145,6 @@ class TTTLinear(nn.Module):
         self.learnable_ttt_lr_weight = nn.Parameter(torch.zeros(heads, 1, d))
         self.learnable_ttt_lr_bias = nn.Parameter(torch.zeros(heads, 1))
         self.post_norm = nn.LayerNorm(d, eps=1e-6)
-        frequencies = config.rope_theta ** -(torch.arange(0, f, 2).float() / f)
-        angles = torch.arange(config.chunk).float()[:, None] * frequencies
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
 
     @property
     def learner(self) -> LearnerWeights:
@@ -151,16 +157,15 @@ class TTTLinear(nn.Module):
             self.learnable_token_idx,
         )
 
-    def forward(self, x: Tensor, slot: int, step: StreamingStep) -> Tensor:
+    def forward(self, x: Tensor, slot: int, step: StreamingStep, turn: Rotation) -> Tensor:
         q = self.q_proj(x)
         if self.config.share_qk:
             inputs = step.recent(slot, int(self.config.pre_conv), q)
             q, k = self.conv_q(inputs), self.conv_k(inputs)
         else:
             k = self.k_proj(x)
-        at = step.offsets(x.shape[0])
-        v = self._heads(self.v_proj(x))
-        answer = step.learn(slot, self._rotated(q, at), self._rotated(k, at), v, self._rate(x))
+        q, k, v = self._heads(q), self._heads(k), self._heads(self.v_proj(x))
+        answer = step.learn(slot, turn.apply(q), turn.apply(k), v, self._rate(x))
         mixed = self.post_norm(answer.flatten(1).to(x.dtype))
         if self.config.gate:
             mixed = F.gelu(self.g_proj(x), approximate="tanh") * mixed
@@ -169,13 +174,6 @@ class TTTLinear(nn.Module):
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.float().reshape(-1, self.config.heads, self.config.head_dim)
-
-    def _rotated(self, x: Tensor, at: Tensor) -> Tensor:
-        """Rotary embedding of neighbouring pairs by the offset in the mini-batch."""
-        pairs = x.float().reshape(-1, self.config.heads, self.config.head_dim // 2, 2)
-        cos, sin = self.cos[at][:, None], self.sin[at][:, None]
-        a, b = pairs[..., 0], pairs[..., 1]
-        return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(2)
 
     def _rate(self, x: Tensor) -> Tensor:
         """lambda [N, heads], float32."""
@@ -195,10 +193,10 @@ class Block(nn.Module):
         self.seq_norm = RMSNorm(config.d_model, config.rms_eps)
         self.ffn_norm = RMSNorm(config.d_model, config.rms_eps)
 
-    def forward(self, x: Tensor, slot: int, step: StreamingStep) -> Tensor:
+    def forward(self, x: Tensor, slot: int, step: StreamingStep, turn: Rotation) -> Tensor:
         if self.conv is not None:
             x = x + self.conv(x, slot, step)
-        x = x + self.seq_modeling_block(self.seq_norm(x), slot, step)
+        x = x + self.seq_modeling_block(self.seq_norm(x), slot, step, turn)
         out: Tensor = x + self.mlp(self.ffn_norm(x))
         return out
 
@@ -206,17 +204,27 @@ class Block(nn.Module):
 class StreamingModel(nn.Module):
     """Embedding, decoder layers and the last norm; hidden states of flat rows."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, config: StreamingConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab, config.d_model)
         self.layers = nn.ModuleList([Block(config) for _ in config.layers])
         self.norm = RMSNorm(config.d_model, config.rms_eps)
+        f = config.head_dim
+        frequencies = config.rope_theta ** -(torch.arange(0, f, 2).float() / f)
+        angles = torch.arange(config.chunk).float()[:, None] * frequencies
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, input_ids: Tensor, step: StreamingStep) -> Tensor:
         """input_ids [N]; returns [N, d]."""
+        at = step.offsets(input_ids.shape[0])
+        turn = Rotation(self.cos[at][:, None], self.sin[at][:, None])
         x = self.embed_tokens(input_ids)
         for slot, layer in enumerate(self.layers):
-            x = layer(x, slot, step)
+            x = layer(x, slot, step, turn)
         out: Tensor = self.norm(x)
         return out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -47,11 +48,32 @@ class Round:
     folds: tuple[tuple[int, int], ...]  # (place among the closing, base slot)
 
 
+class Versions(NamedTuple):
+    """Where the states of some versions are found."""
+
+    bases: Tensor  # [S], 0 for the model's own
+    chains: tuple[tuple[Tensor, Tensor], ...]  # per page age: (places in [S], their pages)
+
+    @classmethod
+    def of(
+        cls, versions: Sequence[tuple[int | None, tuple[int, ...]]], device: torch.device
+    ) -> Versions:
+        """From (base, pages on top of it, oldest first)."""
+        depth = max((len(pages) for _, pages in versions), default=0)
+        chains = []
+        for age in range(depth):
+            own = [i for i, (_, pages) in enumerate(versions) if age < len(pages)]
+            pages = [versions[i][1][age] for i in own]
+            chains.append((_ints(own, device), _ints(pages, device)))
+        return cls(_ints([base or 0 for base, _ in versions], device), tuple(chains))
+
+
 @dataclass(slots=True)
 class StreamingPlan:
     """Built once per forward, used by every layer; not reusable."""
 
     segments: tuple[Segment, ...]
+    reads: Versions  # the versions at the segments' starts
     rounds: tuple[Round, ...]
     offsets: Tensor  # [rows] offset in the mini-batch of each row of a segment, in `order`
     order: Tensor  # [rows] rows of the flat batch that belong to a segment
@@ -95,11 +117,10 @@ def plan_streaming(
     offsets = [p.row + i * p.writes for p in flat for i in range(p.count)]
     writing = [p for p in flat if p.writes]
 
-    def ints(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
+    ints = partial(_ints, device=device)
     return StreamingPlan(
         segments=segments,
+        reads=Versions.of([(s.base, s.pages) for s in segments], device),
         rounds=rounds,
         offsets=ints(offsets),
         order=ints(order),
@@ -140,9 +161,7 @@ def _round(pieces: list[Piece], total: int, chunk: int, device: torch.device) ->
         for i in range(p.count)
     ]
 
-    def tensor(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
+    tensor = partial(_ints, device=device)
     return Round(
         segments=tensor([p.segment for p in pieces]),
         whole=len(pieces) == total,
@@ -175,3 +194,7 @@ def _windows(pieces: list[list[Piece]], memory_rows: Sequence[Sequence[int]]) ->
                 if piece.writes:
                     seen.append(before + row)
     return table
+
+
+def _ints(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)

@@ -66,6 +66,16 @@ SEAMS: tuple[Seam, ...] = (
     Seam("sglang.srt.models.llama:LlamaForCausalLM", "subclass", "TTT llama checkpoints"),
     Seam("sglang.srt.models.qwen3:Qwen3ForCausalLM", "subclass", "TTT qwen3 checkpoints"),
     Seam(
+        "sglang.srt.model_executor.model_runner_components.layer_setup:resolve_layer_indices",
+        "call",
+        "reads start_layer = end_layer of a TTT-Linear model: no layer has KV",
+    ),
+    Seam(
+        "sglang.srt.layers.logits_processor:LogitsProcessor",
+        "call",
+        "logits of a TTT-Linear model",
+    ),
+    Seam(
         "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache.match_prefix",
         "override",
         "a hit needs the state at that point",

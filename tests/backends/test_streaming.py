@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from sgl_rwttt.backends.streaming import StreamingConfig
+from sgl_rwttt.core import faults
 from sgl_rwttt.core.effects import Effect
 from sgl_rwttt.core.spans import ModeSpans
 from tests.backends.streaming_rig import StreamingRig
@@ -257,3 +258,44 @@ def test_configurations_that_are_refused(change: dict[str, object], message: str
     config = streaming_case("ttt_linear_full").config
     with pytest.raises(ValueError, match=message):
         StreamingConfig.from_hf({**config, **change})
+
+
+@pytest.mark.parametrize(
+    ("point", "action", "spoilt", "times", "failed"),
+    [
+        ("write.batch", faults.raising(RuntimeError("x")), None, 1, []),
+        ("write.batch", faults.raising(RuntimeError("x")), None, 2, [0]),
+        ("write.candidate", faults.not_finite, 1, 1, []),
+        ("write.candidate", faults.not_finite, 1, 2, [1]),
+    ],
+    ids=["raises once", "raises twice", "not finite once", "not finite twice"],
+)
+def test_a_write_that_fails_is_tried_alone(
+    case: StreamingCase,
+    point: str,
+    action: faults.Action,
+    spoilt: int | None,
+    times: int,
+    failed: list[int],
+) -> None:
+    """Guards: one owner's failed write that ends the others, or a tail that it costs."""
+    rig, tokens = StreamingRig(case), case.input_ids
+    states = [rig.start() for _ in range(3)]
+    rig.forward(*((s, tokens[i : i + 15], W) for i, s in enumerate(states)))
+    last = [(s, [tokens[40]], W) for s in states]
+    candidates = rig.begin(last)
+    plan, _ = rig.run(candidates, last)
+    page = None if spoilt is None else candidates[spoilt].blocks[0].page
+    with faults.armed(point, action, when=lambda c: page in (None, c.get("page")), times=times):
+        good = rig.settle(plan, candidates)
+    assert [i for i, ok in enumerate(good) if not ok] == failed
+    assert plan.retried > 0
+    alone = StreamingRig(case)
+    for i, state in enumerate(states):
+        if not good[i]:
+            assert rig.store.view(state).rows == 15
+            rig.write(state, [tokens[40]])
+        twin = alone.start()
+        alone.write(twin, tokens[i : i + 15])
+        alone.write(twin, [tokens[40]])
+        assert_logits(rig.write(state, tokens[:9]), alone.write(twin, tokens[:9]), f"owner {i}")
