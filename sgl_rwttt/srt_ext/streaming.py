@@ -46,17 +46,18 @@ class StreamingCausalLM(nn.Module):
         Raises CheckpointError naming a tensor that is missing, misshapen or unknown.
         """
         seen = Recorder(weights, lambda name: not is_derived(name, self.ttt_config))
-        loaded = {name: tensor for name, tensor in seen if name in seen.shapes}
-        check_streaming_weights(seen.shapes, self.ttt_config)
         parameters = dict(self.named_parameters())
         with torch.no_grad():
-            for name, tensor in loaded.items():
-                parameters[name].copy_(tensor)
+            for name, tensor in seen:
+                own = parameters.get(name)
+                if name in seen.shapes and own is not None and own.shape == tensor.shape:
+                    own.copy_(tensor)
+        check_streaming_weights(seen.shapes, self.ttt_config)
         self.ttt = TTTRuntime(
             self.ttt_config, seen.fingerprint(self.ttt_config), self.model.norm.weight.device
         )
         self.model.hand_over(self.ttt.backend)
-        return set(loaded)
+        return set(parameters)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any) -> Any:
         """Logits of the batch, inside one step of the state runtime.

@@ -76,3 +76,16 @@ def test_decode_from_every_length(case: StreamingCase) -> None:
         rows = [rig.write(state, tokens[:cut])]
         rows += [rig.write(state, [token]) for token in tokens[cut:]]
         assert_logits(torch.cat(rows), expected, f"cut at {cut}")
+
+
+def test_bfloat16_weights(case: StreamingCase) -> None:
+    """Guards: layers that mix dtypes, a state that is rounded to the model's dtype."""
+    rig = StreamingRig(case)
+    rig.model.bfloat16()
+    rig.head = rig.head.bfloat16()
+    rig.model.hand_over(rig.backend)
+    state = rig.start()
+    rows = [rig.write(state, case.input_ids[:20])]
+    rows += [rig.write(state, [token]) for token in case.input_ids[20:48]]
+    assert rig.backend.W.dtype == torch.float32
+    assert (torch.cat(rows).float() - case.prefill[48]).abs().max() < 0.3
