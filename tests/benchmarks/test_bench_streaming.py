@@ -1,31 +1,21 @@
-"""The streaming benchmark divides the stream the right way; its numbers are not judged here."""
+"""The streaming benchmark counts the right tokens; its numbers are not judged here."""
 
 from __future__ import annotations
-
-import pytest
 
 from tests.benchmarks.scripts import load, table_rows
 
 
-def test_windows_and_report() -> None:
-    """Guards: time per token over the wrong count, a window that hides a slow end."""
+def test_costs_and_report() -> None:
+    """Guards: cached tokens counted as read, the first token's wait counted as decode."""
     bench = load("bench_streaming")
-    points = [(2.0 + 0.064 * i, 1 + 64 * i, (100 + i) << 20) for i in range(9)]
-    points += [(points[-1][0] + 0.128 * i, points[-1][1] + 64 * i, 108 << 20) for i in range(1, 9)]
-    found = bench.windows(points, 2)
-    assert [(w["first"], w["last"]) for w in found] == [(1, 513), (513, 1025)]
-    assert [round(w["ms"], 6) for w in found] == [1.0, 2.0]
-    assert [w["mb"] for w in found] == [108, 108]
-    with pytest.raises(ValueError, match="too few"):
-        bench.windows(points[:3], 2)
+    points = [(0.0, 1024), (2.0, 1), (2.064, 65), (2.256, 129)]
+    row = bench.depth_costs(2048, points)
+    assert (row["read"], row["read_ms"]) == (1024, 1000 * 2.0 / 1024)
+    assert round(row["generate_ms"], 6) == 2.0
     report = {
         "machine": bench.machine(1),
         "command": "x",
-        "read": 1000,
-        "read_seconds": 2.0,
-        "windows": found,
-        "store": {"evictions": 7},
-        "bytes": {"page": 5, "version": 6},
+        "rows": [{**row, "mb": 100.4}],
+        "bytes": {"page": 5000, "version": 6000},
     }
-    rows = table_rows(bench.render(report))
-    assert rows == [["1001 to 1513", "1.00", "108"], ["1513 to 2025", "2.00", "108"]]
+    assert table_rows(bench.render(report)) == [["2,048", "1,024", "1.95", "2.00", "100"]]
