@@ -38,7 +38,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="tokens of the stream that are read when tokens are generated, ascending",
     )
     parser.add_argument("--generate", type=int, default=512, help="tokens generated at each depth")
-    parser.add_argument("--memory-mb", type=int, default=64, help="--ttt-memory-mb")
+    parser.add_argument("--memory-mb", type=int, default=16, help="--ttt-memory-mb")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--quick", action="store_true", help="256 tokens")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
@@ -68,6 +68,7 @@ def open_engine(args: argparse.Namespace) -> Any:
         max_running_requests=2,
         chunked_prefill_size=4096,
         stream_interval=INTERVAL,
+        log_level="error",
     )
 
 
@@ -103,7 +104,7 @@ def depth_costs(depth: int, points: Sequence[tuple[float, int]]) -> dict[str, fl
 
 
 def measure(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
-    """Read the stream on one engine; the first depth runs twice and counts the second time."""
+    """Read the stream on one engine, after a warm-up."""
     from sgl_rwttt.srt_ext.control import control
 
     rng = random.Random(0)
@@ -111,8 +112,7 @@ def measure(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     facts, rows = machine(args.threads), []
     engine = open_engine(args)
     try:
-        follow(engine, stream[: args.depths[0]], args.generate)
-        engine.flush_cache()
+        follow(engine, [5] * 64, 2 * INTERVAL)  # warm-up
         for depth in args.depths:
             costs = depth_costs(depth, follow(engine, stream[:depth], args.generate))
             rows.append({**costs, "mb": scheduler_memory() / 2**20})
