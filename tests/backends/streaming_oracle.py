@@ -29,7 +29,7 @@ class EagerTTT:
     def copy(self) -> EagerTTT:
         """The same point of another context."""
         twin = copy.copy(self)
-        twin.layers = copy.deepcopy(self.layers)
+        twin.layers = [dict(state) for state in self.layers]  # tensors are replaced, not changed
         return twin
 
     def step(self, token: int, write: bool = True) -> Tensor:
