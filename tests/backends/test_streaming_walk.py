@@ -1,4 +1,4 @@
-"""Random lives of many branches against the eager loop: batches, modes, forks, restarts, pressure."""
+"""Random lives of many branches against the eager loop: batches, modes, forks, restarts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.backends.streaming_oracle import EagerTTT
 from tests.backends.streaming_rig import StreamingRig
 from tests.golden_streaming import NAMES, StreamingCase, streaming_case
 
-STEPS, BRANCHES = 60, 5
+STEPS, BRANCHES = 40, 5
 
 
 class Branch:
@@ -96,11 +96,11 @@ class Walk:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_walk(name: str, seed: int) -> None:
     """Guards: any order of operations in which one branch's state reaches another, or is lost."""
     walk = Walk(streaming_case(name), seed)
     for _ in range(STEPS):
         walk.step()
     walk.end()
-    assert walk.compared > 200
+    assert walk.compared > 100
