@@ -36,6 +36,7 @@ def served(case: StreamingCase, tmp_path_factory: pytest.TempPathFactory) -> Ite
     engine = Served(
         case.path,
         json_model_override_args='{"max_position_embeddings": 4096}',
+        max_total_tokens=None,
         chunked_prefill_size=200,
         ttt_memory_mb=4,
         ttt_snapshot_dir=str(tmp_path_factory.mktemp("snapshots")),
