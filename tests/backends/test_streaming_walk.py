@@ -95,6 +95,7 @@ class Walk:
         assert stats["pages_live"] == stats["bases_live"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(2))
 def test_random_walk(name: str, seed: int) -> None:
