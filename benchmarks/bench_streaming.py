@@ -23,6 +23,7 @@ from typing import Any
 from common import command_line, machine, machine_line, markdown_table, write_json
 
 MODEL = Path(__file__).resolve().parents[1] / "tests/data/golden/ttt_linear_full"
+SLOTS = {"page": "page", "version": "base"}  # our word -> the pool's
 INTERVAL = 64  # tokens between two reports of a request
 
 
@@ -116,6 +117,7 @@ def measure(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         for depth in args.depths:
             costs = depth_costs(depth, follow(engine, stream[:depth], args.generate))
             rows.append({**costs, "mb": scheduler_memory() / 2**20})
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
         verb = control(engine.tokenizer_manager, "info", {})
         info = engine.loop.run_until_complete(verb)
     finally:
@@ -124,7 +126,7 @@ def measure(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         "machine": facts,
         "command": command_line("bench_streaming.py", argv, args.threads),
         "rows": rows,
-        "bytes": {"page": info["page_bytes"], "version": info["base_bytes"]},
+        "bytes": {name: info["pools"][f"{slot}_bytes"] for name, slot in SLOTS.items()},
     }
 
 
