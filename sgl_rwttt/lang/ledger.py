@@ -131,6 +131,17 @@ class Ledger:
         clock.push(tokens, mode)
         return clock
 
+    @property
+    def place(self) -> dict[str, int | str]:
+        """Where the ledger ends, in the words of the server's state report."""
+        clock = self.clock
+        return {
+            "version": clock.number,
+            "position": clock.position,
+            "tail": clock.rows,
+            "state_id": clock.state_id.hex(),
+        }
+
     def copy(self) -> Ledger:
         """An independent ledger at the same point."""
         other = object.__new__(Ledger)

@@ -35,7 +35,7 @@ def save_context(owner: Owner, cursor: Cursor, name: str, replace: bool, client:
     """
     args = {"name": name, "replace": replace, "kv": True, "client": client, **_point(cursor)}
     answer = _control(owner, "save", args)
-    return _checked(owner, answer, _place(cursor.ledger))
+    return _checked(owner, answer, cursor.ledger.place)
 
 
 def restore(owner: Owner, name: str, chunk: int, kv: bool | None) -> tuple[Cursor, Json, Json]:
@@ -59,7 +59,7 @@ def restore(owner: Owner, name: str, chunk: int, kv: bool | None) -> tuple[Curso
         event = event_at(ledger, rid, str(answer["mode"]), f"restore {name}")
         cursor.node = Node(event, None, owner.trash)
         cursor.pin, cursor.consumed = Pin(pin, owner.trash), len(ledger)
-        _checked(owner, answer, _place(ledger))
+        _checked(owner, answer, ledger.place)
     else:
         ledger.what = f"restore {name}"
     return cursor, client, {key: each for key, each in answer.items() if key not in _BULK}
@@ -138,16 +138,6 @@ def _point(cursor: Cursor) -> Json:
     if cursor.node is None:
         return {"root": cursor.ledger.clock.root.hex()}
     return {"rid": cursor.node.rid, "offset": len(cursor.ledger)}
-
-
-def _place(ledger: Ledger) -> Json:
-    clock = ledger.clock
-    return {
-        "version": clock.number,
-        "position": clock.position,
-        "tail": clock.rows,
-        "state_id": clock.state_id.hex(),
-    }
 
 
 def _checked(owner: Owner, answer: Json, ours: Json) -> Json:

@@ -137,7 +137,7 @@ class TraceTransport:
         else:
             point = self._context({}, {"rid": rid, "offset": offset})
         self._files[name] = (point, args.get("client", {}) if args.get("kv") else None)
-        return {"name": name, "tail_dropped": 0, "bytes": 0, **_place(point)}
+        return {"name": name, "tail_dropped": 0, "bytes": 0, **point.place}
 
     def _restore(self, name: str, rid: str, kv: bool | None = None, **_args: Any) -> Json:
         """A snapshot of the trace itself; any other name is a version of its own."""
@@ -149,7 +149,7 @@ class TraceTransport:
         root, number = point.clock.root.hex(), point.clock.number
         if client is None or kv is False:
             self._roots[root] = number
-            return {"name": name, "root": root, **_place(point)}
+            return {"name": name, "root": root, **point.place}
         self._contexts[rid] = point.copy()
         modes = [(first, end, mode.value) for first, end, mode in point.spans.runs()]
         return {
@@ -160,15 +160,5 @@ class TraceTransport:
             "modes": modes,
             "mode": modes[-1][2],
             "client": client,
-            **_place(point),
+            **point.place,
         }
-
-
-def _place(ledger: Ledger) -> Json:
-    clock = ledger.clock
-    return {
-        "version": clock.number,
-        "position": clock.position,
-        "tail": clock.rows,
-        "state_id": clock.state_id.hex(),
-    }

@@ -26,7 +26,6 @@ from sgl_rwttt.lang.state import State
 
 from .fake_http import FakeHttp
 from .fake_transport import FakeServer, FakeTransport
-from .toy_tokenizer import toy_tokenizer
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -157,13 +156,6 @@ def test_without_a_lease(server: FakeServer, backend: StateBackend) -> None:
 
 
 # Servers that end
-
-
-@pytest.fixture(scope="module")
-def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tokenizer")
-    toy_tokenizer().save_pretrained(path)
-    return path
 
 
 @pytest.fixture
