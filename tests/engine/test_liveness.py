@@ -30,7 +30,8 @@ from tests.lang.test_engine import checkpoint  # noqa: F401  (a fixture)
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 RUNNING = 4  # --max-running-requests
-LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
+# RUNNING of them fit. Greedy: sampled text would sooner or later hold a stop of the chat template.
+LONG: dict[str, Any] = {"max_tokens": 1900, "ignore_eos": True, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +232,7 @@ CLIENT = """
         s += "Q"
         s.checkpoint()
         branches = s.fork(2)
-        branches += rw.gen("a", max_tokens=400, ignore_eos=True)
+        branches += rw.gen("a", max_tokens=1900, ignore_eos=True, temperature=0)
         s.clear_context()
         s.sync()
         time.sleep(1000)
@@ -329,7 +330,7 @@ SCRIPT = """
 
     @rw.function
     def program(s, n):
-        s += "Q" + rw.gen("a", max_tokens=n, ignore_eos=True)
+        s += "Q" + rw.gen("a", max_tokens=n, ignore_eos=True, temperature=0)
         s.sync()
 
     threading.Thread(target=interrupt, daemon=True).start()

@@ -56,6 +56,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         ttt_lr=0.3,
+        max_position_embeddings=4096,
     )
     (folder / "config.json").write_text(json.dumps(config))
     weights = load_file(folder / "model.safetensors")
@@ -391,7 +392,7 @@ def test_errors_keep_their_type_in_process(balanced: rw.Engine) -> None:
     with pytest.raises(rw.UnsupportedByRule):
         function(lambda s: (s.__iadd__("Q"), s.clear_context(tail="commit"))).run(backend=balanced)
     with pytest.raises(rw.StateError, match=r"(?i)long|length|max"):
-        function(lambda s: (s.__iadd__("word " * 600 + gen("a")), s.sync())).run(backend=balanced)
+        function(lambda s: (s.__iadd__("word " * 5000 + gen("a")), s.sync())).run(backend=balanced)
 
 
 @pytest.mark.parametrize("program", GREEDY, ids=lambda p: p.__name__)
@@ -474,7 +475,7 @@ def test_killed_server(server: Server, runtime: rw.Runtime) -> None:
             killed.append(time.monotonic())
             server.kill()
 
-        s += gen("b", max_tokens=400, ignore_eos=True)
+        s += gen("b", max_tokens=3000, ignore_eos=True, temperature=0)
         threading.Timer(0.3, kill).start()
         with pytest.raises(ServerGone):
             s["b"]
@@ -492,7 +493,7 @@ def test_killed_engine_process(engine: rw.Engine) -> None:
     def program(s: State) -> None:
         s += "Q" + gen("a", max_tokens=2)
         s.sync()
-        s += gen("b", max_tokens=400, ignore_eos=True)
+        s += gen("b", max_tokens=3000, ignore_eos=True, temperature=0)
         time.sleep(0.3)
         for child in engine.transport._children:  # type: ignore[attr-defined]
             child.kill()
