@@ -73,6 +73,21 @@ class StateBackend(Protocol[Plan]):
         """
         ...
 
+    def tail_layout(self, rows: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of each tensor that ``export_tail`` returns for so many rows."""
+        ...
+
+    def export_tail(self, page: int, rows: int) -> dict[str, Tensor]:
+        """Copies of the first ``rows`` rows of an open page, contiguous."""
+        ...
+
+    def restore_tail(self, tensors: Mapping[str, Tensor], page: int) -> None:
+        """Put what ``export_tail`` returned into the first rows of an open page.
+
+        Raises ValueError, changing nothing, for tensors that do not fit.
+        """
+        ...
+
     def copy_rows(self, src: int, dst: int, rows: int) -> None:
         """Copy the first ``rows`` rows of page ``src`` to page ``dst``, all layers."""
         ...

@@ -18,6 +18,7 @@ from sgl_rwttt.core.errors import (
 from sgl_rwttt.core.spans import ModeSpans
 from sgl_rwttt.core.versions import Version
 
+from .aborts import check_rid
 from .arguments import shown
 from .limits import check_branches, check_roots
 from .lineage import RequestLineage
@@ -129,6 +130,7 @@ def _in_session(
             owner=owner,
             branch=recv_req.rid,
         )
+    check_rid(session, recv_req.rid)
     if params.clear == "commit":
         raise UnsupportedByRule(
             "the rule writes complete chunks only: clear with tail='drop'", owner=owner
@@ -141,6 +143,7 @@ def _in_session(
         root, spans = _session_root(runtime, owner, given, params), ModeSpans()
     else:
         root, spans, starts = _continue(runtime, sessions, session, given, params)
+    kept = len(spans)
     spans.append(len(recv_req.input_ids), params.mode)
     if len(spans) == 0:
         raise InvalidStateRequest("the request has no tokens", owner=owner)
@@ -155,7 +158,7 @@ def _in_session(
         pin=params.pin,
         clear=params.clear,
     )
-    lineage.starts = starts
+    lineage.starts, lineage.kept = starts, kept
     return lineage
 
 

@@ -12,7 +12,9 @@ from .arguments import pack, shown
 
 OPERATIONS = (
     "open",
+    "renew",
     "close",
+    "abort",
     "drop",
     "unpin",
     "release_root",

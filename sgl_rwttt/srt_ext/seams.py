@@ -167,6 +167,26 @@ SEAMS: tuple[Seam, ...] = (
         "on a copy: a forward pass of a part of the running batch",
     ),
     Seam(
+        "sglang.srt.session.session_controller:SessionReqNode",
+        "call",
+        "a restored context stands in its session as a finished request",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool",
+        "call",
+        "KV of saved contexts is copied out of its buffers and into them",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.allocator.base:BaseTokenToKVPoolAllocator.evict_to_free_tokens",
+        "call",
+        "room for the KV of a restored context",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache.path_device_indices",
+        "call",
+        "where the KV of a context lies",
+    ),
+    Seam(
         "sglang.srt.managers.scheduler:Scheduler._get_new_batch_prefill_raw",
         "override",
         "refusal of what can never fit",
