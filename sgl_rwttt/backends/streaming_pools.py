@@ -133,6 +133,41 @@ class StreamingPools:
             for name in self.layout(count, False):
                 getattr(self, name)[:, rows] = tensors[name][:, skipped:].to(self.device)
 
+    def tail_layout(self, rows: int) -> Layout:
+        """Dtype and shape of each tensor that `export_tail` returns for so many rows."""
+        if not rows:
+            return {}
+        c = self.config
+        row = {"tail.K": c.d_model, "tail.Y": c.d_model, "tail.X": c.convolved * c.d_model}
+        return {k: (torch.float32, (len(c.layers), rows, size)) for k, size in row.items() if size}
+
+    def export_tail(self, page: int, rows: int) -> dict[str, Tensor]:
+        """Return contiguous copies of an open page's first rows: k, y and convolution inputs."""
+        first = page * self.config.chunk
+        return {
+            name: getattr(self, name[-1])[:, first : first + rows].clone(
+                memory_format=torch.contiguous_format
+            )
+            for name in self.tail_layout(rows)
+        }
+
+    @torch.no_grad()
+    def restore_tail(self, tensors: Mapping[str, Tensor], page: int) -> None:
+        """Put what `export_tail` returned into the first rows of an open page.
+
+        Raises ValueError, changing nothing, for a page outside the pool or tensors of another
+        dtype or shape.
+        """
+        rows = tensors["tail.K"].shape[1]
+        fits = {
+            name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()
+        } == self.tail_layout(rows)
+        if not (fits and 0 < page < self.pages and 0 < rows < self.config.chunk):
+            raise ValueError(f"cannot fill {rows} rows of page {page}")
+        first = page * self.config.chunk
+        for name, rows_of in tensors.items():
+            getattr(self, name[-1])[:, first : first + rows] = rows_of.to(self.device)
+
     def _check_layout(
         self, tensors: Mapping[str, Tensor], count: int, base: int | None, pages: Sequence[int]
     ) -> None:

@@ -50,9 +50,13 @@ class KVRows:
         return found
 
     def export(self, slots: Tensor) -> dict[str, Tensor]:
-        """Contiguous copies on the host: K [layers, n, heads, size] and V."""
-        pairs = (("kv.K", self._pool.k_buffer), ("kv.V", self._pool.v_buffer))
-        return {name: torch.stack([layer[slots].cpu() for layer in rows]) for name, rows in pairs}
+        """Contiguous copies on the host: K [layers, n, heads, size] and V; layers may be 0."""
+        layout = self.shape.layout(len(slots))
+        copies = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in layout.items()}
+        for name, rows in (("kv.K", self._pool.k_buffer), ("kv.V", self._pool.v_buffer)):
+            for copy, layer in zip(copies[name], rows, strict=True):
+                copy.copy_(layer[slots])
+        return copies
 
     @contextmanager
     def prefix(self, key: Any) -> Iterator[Prefix]:

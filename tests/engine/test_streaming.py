@@ -255,6 +255,28 @@ def test_a_snapshot_holds_the_whole_version(served: Served, case: StreamingCase)
     served.control("close", owner=owner)
 
 
+def test_a_context_snapshot_goes_on_in_the_middle(served: Served, case: StreamingCase) -> None:
+    """Guards: a tail of a restored point without its rows or its convolution inputs; a snapshot
+    that takes a model without KV for one whose KV was evicted."""
+    for length in (2 * SIZE + 13, 2 * SIZE):
+        tokens, turn, owner = prompt(9, length), prompt(10, 9), served.open()
+        parent = served.generate(tokens, n=0, owner=owner)
+        asked = {"owner": owner, "rid": rid(parent), "offset": length, "name": "kv", "kv": True}
+        saved = served.control("save", replace=True, **asked)
+        assert saved["position"] == length
+        served.control("close", owner=owner)
+        served.flush()
+        owner = served.open()
+        point = served.control("restore", owner=owner, name="kv", kv=True)
+        assert point["tokens"] == tokens
+        answer = served.generate(
+            turn, n=20, owner=owner, parent=point["rid"], offset=length, **LOGPROBS
+        )
+        assert answer["meta_info"]["cached_tokens"] == length
+        assert_greedy(case, tokens + turn, answer)
+        served.control("close", owner=owner)
+
+
 def test_a_request_without_a_state_is_refused(served: Served) -> None:
     """Guards: an answer that knows nothing of the prompt but its last token."""
     with pytest.raises(Exception, match="nothing without its state"):
