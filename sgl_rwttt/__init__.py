@@ -31,13 +31,17 @@ _LANG = (
     "Branches",
     "Checkpoint",
     "Engine",
+    "Event",
     "Lineage",
     "Program",
     "ProgramFailed",
     "Runtime",
     "Score",
+    "SglExpr",
     "State",
     "StateBackend",
+    "Trace",
+    "TraceLimit",
     "assistant",
     "assistant_begin",
     "assistant_end",
@@ -52,6 +56,7 @@ _LANG = (
     "system",
     "system_begin",
     "system_end",
+    "tree",
     "token_length_normalized",
     "unconditional_likelihood_normalized",
     "user",
@@ -65,13 +70,13 @@ __all__ = ["__version__", *_ERRORS, *_LANG]  # pyright: ignore[reportUnsupported
 if TYPE_CHECKING:
     from sgl_rwttt.core.errors import *  # noqa: F403
     from sgl_rwttt.lang import *  # noqa: F403
+else:
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(home), name)
+    def __getattr__(name: str) -> Any:
+        home = _HOME.get(name)
+        if home is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(home), name)
 
 
 def __dir__() -> list[str]:

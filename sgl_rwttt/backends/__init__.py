@@ -9,6 +9,7 @@ from typing import Any
 BACKENDS: dict[str, str] = {
     "in_place": "sgl_rwttt.backends.in_place:InPlaceBackend",
     "lora_delta": "sgl_rwttt.backends.lora_delta:LoraDeltaBackend",
+    "streaming": "sgl_rwttt.backends.streaming:StreamingBackend",
 }
 
 

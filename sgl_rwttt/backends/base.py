@@ -24,6 +24,7 @@ class StateBackend(Protocol[Plan]):
     """
 
     name: str
+    stateless: bool  # whether a request may own no state
 
     @property
     def page_bytes(self) -> int:
@@ -67,6 +68,21 @@ class StateBackend(Protocol[Plan]):
         self, tensors: Mapping[str, Tensor], base: int | None, pages: Sequence[int]
     ) -> None:
         """Put what ``export`` returned into a base and the last ``len(pages)`` pages.
+
+        Raises ValueError, changing nothing, for tensors that do not fit.
+        """
+        ...
+
+    def tail_layout(self, rows: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of each tensor that ``export_tail`` returns for so many rows."""
+        ...
+
+    def export_tail(self, page: int, rows: int) -> dict[str, Tensor]:
+        """Copies of the first ``rows`` rows of an open page, contiguous."""
+        ...
+
+    def restore_tail(self, tensors: Mapping[str, Tensor], page: int) -> None:
+        """Put what ``export_tail`` returned into the first rows of an open page.
 
         Raises ValueError, changing nothing, for tensors that do not fit.
         """

@@ -35,6 +35,7 @@ class InPlaceBackend(PagePools):
     """The rule's READ and WRITE over its pools; implements ``base.StateBackend``."""
 
     name = "in_place"
+    stateless = True  # a request without state is answered by the base model
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
 
 TARGETS = ("hidden_states", "input_embed")
 _MISSING = object()
@@ -14,6 +14,9 @@ _MISSING = object()
 @dataclass(frozen=True, slots=True)
 class InPlaceConfig:
     """The rule's parameters and sizes. Source: In-Place TTT (Feng et al. 2026), config.json."""
+
+    backend: ClassVar[str] = "in_place"
+    dense_share: ClassVar[float] = 0.25  # of the memory, for dense bases
 
     layers: tuple[int, ...]  # decoder layers with fast weights, ascending; index = layer slot
     chunk: int  # C, write-mode tokens per update
@@ -47,6 +50,16 @@ class InPlaceConfig:
             d_model=_positive(hf_config, "hidden_size"),
             d_ff=_positive(hf_config, "intermediate_size"),
         )
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in float32, all layers."""
+        return 4 * len(self.layers) * self.chunk * (self.d_ff + self.d_model)
+
+    @property
+    def base_bytes(self) -> int:
+        """Bytes of one dense base, all layers."""
+        return 4 * len(self.layers) * self.d_ff * self.d_model
 
     @property
     def rule(self) -> str:

@@ -78,7 +78,7 @@ def plan_step(
     Raises ValueError when parts do not tile their segment, when a part would write outside the
     pool, into the dummy page 0 or past its page, or when two segments write one page.
     """
-    _check(segments, pages, chunk)
+    check_segments(segments, pages, chunk)
     blocks = list(_completed(segments))
     inner = tuple(Block(i, part.page) for i, part in blocks if not part.deferred)
     folds = [
@@ -117,7 +117,8 @@ def _stretches(segments: Sequence[Segment], chunk: int) -> Iterator[tuple[int, i
                 yield segment.start + part.offset, part.page * chunk + part.row, part.count
 
 
-def _check(segments: Sequence[Segment], pages: int, chunk: int) -> None:
+def check_segments(segments: Sequence[Segment], pages: int, chunk: int) -> None:
+    """As `plan_step` raises."""
     writer: dict[int, int] = {}
     for index, segment in enumerate(segments):
         end = 0

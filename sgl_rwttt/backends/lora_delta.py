@@ -73,6 +73,7 @@ class LoraDeltaBackend(AdapterSlots):
     """The rule's READ and WRITE over its slots; implements ``base.StateBackend``."""
 
     name = "lora_delta"
+    stateless = True
 
     def __init__(
         self,

@@ -145,6 +145,18 @@ class AdapterSlots:
             self._check(tensors)
             self._put(tensors, page)
 
+    def tail_layout(self, rows: int) -> Layout:
+        """Nothing: the evidence of an open segment is its tokens."""
+        return {}
+
+    def export_tail(self, page: int, rows: int) -> dict[str, Tensor]:
+        """Raises RuntimeError: an open segment has no page."""
+        raise RuntimeError("an open segment of tokens has no page")
+
+    def restore_tail(self, tensors: Mapping[str, Tensor], page: int) -> None:
+        """Raises RuntimeError: an open segment has no page."""
+        raise RuntimeError("an open segment of tokens has no page")
+
     def copy_rows(self, src: int, dst: int, rows: int) -> None:
         """Never asked for: the evidence of this rule is token ids, which take no page."""
         raise RuntimeError(f"page {src}: a LoRA delta has no rows to copy to {dst}")

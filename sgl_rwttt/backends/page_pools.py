@@ -149,6 +149,45 @@ class PagePools:
                 pool[:, first:end] = rows[:, at : at + end - first].to(self.device)
             at += end - first
 
+    def tail_layout(self, rows: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of each tensor that `export_tail` returns for so many rows."""
+        if not rows:
+            return {}
+        c = self.config
+        depth = len(c.layers)
+        return {
+            "tail.H": (self.dtype, (depth, rows, c.d_ff)),
+            "tail.T": (self.dtype, (depth, rows, c.d_model)),
+        }
+
+    def export_tail(self, page: int, rows: int) -> dict[str, Tensor]:
+        """Return contiguous copies of an open page's first rows: H [L, rows, d_ff] and the targets
+        T [L, rows, d].
+        """
+        first = page * self.config.chunk
+        rows_of = slice(first, first + rows)
+        pools = (self.H, self.V)
+        return {
+            name: pool[:, rows_of].clone(memory_format=torch.contiguous_format)
+            for name, pool in zip(self.tail_layout(rows), pools, strict=False)
+        }
+
+    @torch.no_grad()
+    def restore_tail(self, tensors: Mapping[str, Tensor], page: int) -> None:
+        """Put what `export_tail` returned into the first rows of an open page.
+
+        Raises ValueError, changing nothing, for a page outside the pool or tensors of another
+        dtype or shape.
+        """
+        rows = tensors["tail.H"].shape[1]
+        layout = self.tail_layout(rows)
+        fits = {name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()} == layout
+        if not (fits and 0 < page < self.pages and rows < self.config.chunk):
+            raise ValueError(f"cannot fill {rows} rows of page {page}")
+        first = page * self.config.chunk
+        for pool, name in ((self.H, "tail.H"), (self.V, "tail.T")):
+            pool[:, first : first + rows] = tensors[name].to(self.device)
+
     def _check_layout(
         self, tensors: Mapping[str, Tensor], count: int, base: int | None, pages: Sequence[int]
     ) -> None:

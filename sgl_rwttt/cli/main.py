@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from sgl_rwttt import __version__
 
-from . import adapter, embedded, env, serve
+from . import adapter, convert, embedded, env, inspect, run, serve
+from .errors import FAILED, INTERRUPTED, USAGE, CommandFailed, UsageError
 
 DESCRIPTION = """\
 Serve models that keep learning while they answer: every request owns fast weights, which SGLang
@@ -16,9 +17,14 @@ batches, forks and rolls back together with its KV cache.
 
   sgl-rwttt serve embedded --port 30000    a small built-in model, no download, CPU or GPU
   sgl-rwttt serve ./my-ttt-checkpoint      an In-Place TTT checkpoint (ttt_mode in config.json)
+  sgl-rwttt convert ./Qwen3-0.6B ./out     make such a checkpoint, without training
+  sgl-rwttt run prog.py:ask --arg q=Hi     run a program, in process or with --url on a server
+  sgl-rwttt inspect http://127.0.0.1:30000 what a server holds; or a snapshot file
 """
 
-EPILOG = "exit status: 0 success, 1 the command failed (the reason is on stderr), 2 wrong usage"
+EPILOG = """\
+exit status: 0 success, 1 the command failed (the reason is on stderr), 2 wrong usage, 130 Ctrl-C
+"""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -31,23 +37,31 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sgl-rwttt {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (serve, embedded, env, adapter):
+    for module in (serve, run, inspect, convert, adapter, embedded, env):
         module.add_parser(commands)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. Wrong usage and --help raise SystemExit."""
+    from sgl_rwttt.core.errors import StateError
     from sgl_rwttt.models.embedded import EmbeddedModelError
 
-    arguments = build_parser().parse_args(argv)
+    options = build_parser().parse_args(argv)
     try:
-        status: int = arguments.run(arguments)
-    except (EmbeddedModelError, OSError) as error:
+        status: int = options.run(options)
+    except UsageError as error:
         print(f"sgl-rwttt: {error}", file=sys.stderr)
-        return 1
+        return USAGE
+    except StateError as error:
+        print(f"sgl-rwttt: {type(error).__name__}: {error}", file=sys.stderr)
+        return FAILED
+    except (CommandFailed, EmbeddedModelError, OSError) as error:
+        print(f"sgl-rwttt: {error}", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
-        return 130
+        print("sgl-rwttt: interrupted", file=sys.stderr)
+        return INTERRUPTED
     return status
 
 

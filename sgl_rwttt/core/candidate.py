@@ -125,8 +125,9 @@ class BlockWalk:
 
     def read(self, offset: int, count: int) -> None:
         """Add READ rows."""
+        page = DUMMY if self.page is None else self.page
         self.parts.append(
-            BlockPart(offset, count, False, DUMMY, 0, False, False, self.base, self.pages)
+            BlockPart(offset, count, False, page, self.rows, False, False, self.base, self.pages)
         )
 
     def write(self, offset: int, count: int, total: int) -> None:

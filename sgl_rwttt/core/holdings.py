@@ -27,19 +27,25 @@ class Holding:
 
 
 def holdings(
-    names: Iterable[str], states: Iterable[OwnerState], pins: PinTable
+    names: Iterable[str],
+    states: Iterable[OwnerState],
+    pins: PinTable,
+    others: Holding | None = None,
 ) -> dict[str, Holding]:
-    """The holdings of the named owners, in one pass over everything that is held."""
+    """The holdings of the named owners, in one pass over everything that is held.
+
+    `others`, if given, takes what all other owners hold.
+    """
     found = {name: Holding() for name in names}
     for state in states:
-        holding = found.get(state.owner)
+        holding = found.get(state.owner, others)
         if holding is not None:
             holding.running += 1
             holding.read(state.version)
             if state.tail is not None:
                 holding.pages.add(state.tail.page)
     for owner, name, version, memo in pins.held_by():
-        holding = found.get(owner)
+        holding = found.get(owner, others)
         if holding is None:
             continue
         holding.read(version)

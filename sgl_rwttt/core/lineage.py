@@ -34,6 +34,7 @@ __all__ = [
     "pack",
     "root_id",
     "state_id_of",
+    "tail_key_of",
     "version_id_of",
     "write_flags",
 ]
@@ -176,6 +177,11 @@ def pack(codes: "array[int]") -> bytes:
 def write_flags(codes: bytes) -> bytes:
     """One byte per item, 1 where it is a WRITE token."""
     return codes[::8].translate(_WRITE_CODES)
+
+
+def tail_key_of(codes: bytes) -> bytes:
+    """The items up to the last WRITE token: what the rows of a retained tail are a function of."""
+    return codes[: 8 * (write_flags(codes).rfind(1) + 1)]
 
 
 def count_writes(codes: bytes) -> int:

@@ -3,7 +3,7 @@
 from typing import TypedDict
 
 from sgl_rwttt.core.candidate import Candidate
-from sgl_rwttt.core.lineage import LineageClock, write_flags
+from sgl_rwttt.core.lineage import LineageClock, tail_key_of
 from sgl_rwttt.core.versions import StateView, Tail, Version
 
 
@@ -64,8 +64,7 @@ class OwnerState:
     @property
     def tail_key(self) -> bytes:
         """Item codes after the boundary up to the last WRITE token."""
-        codes = self.clock.codes
-        return codes[: 8 * (write_flags(codes).rfind(1) + 1)]
+        return tail_key_of(self.clock.codes)
 
     def view(self) -> StateView:
         """What the branch reads now."""

@@ -105,11 +105,16 @@ class PinTable:
         memo = None
         if state.tail is not None:
             memo = self._index.retain(state.version, state.tail, state.clock.rows, state.tail_key)
+        self.hold(owner, name, state.version, memo)
+
+    def hold(self, owner: str, name: str, version: Version, memo: TailMemo | None) -> None:
+        """Retain a version, and a tail after it, under a name, replacing an older pin of it."""
+        if memo is not None:
             self._index.pin_memo(memo)
-        self._index.ref(state.version)
+        self._index.ref(version)
         named = self._pins.setdefault(owner, {})
         old = named.get(name)
-        named[name] = Pin(state.version, memo)
+        named[name] = Pin(version, memo)
         if old is not None:
             self._let_go(old)
 

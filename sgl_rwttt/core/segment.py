@@ -15,8 +15,8 @@ class BlockPart(NamedTuple):
     offset: int  # first row, counted from the segment's start
     count: int  # type: ignore[assignment]  # rows, at least 1
     writes: bool  # WRITE rows: they are evidence and go into `page`
-    page: int  # open page that takes the rows; DUMMY when `writes` is false
-    row: int  # first row inside `page`; 0 when `writes` is false
+    page: int  # open page: takes the rows when `writes`; DUMMY when a READ finds none open
+    row: int  # rows that `page` holds before these
     completes: bool  # the part's last row fills the page
     deferred: bool  # completed by the segment's LAST row: its V is made after the forward
     base: int | None  # dense base that the rows read, None: the model's own weights

@@ -55,9 +55,12 @@ def chain_of(version: Version) -> Chain:
     return tuple(reversed(links))
 
 
-def pages_of(chain: Sequence[Link]) -> int:
-    """Pages that the links have of their own."""
-    return sum(link.adds in ("page", "slot") for link in chain)
+def slots_of(chain: Chain) -> tuple[int, int]:
+    """(pages, bases) that the links have of their own."""
+    return (
+        sum(link.adds in ("page", "slot") for link in chain),
+        sum(link.adds == "base" for link in chain),
+    )
 
 
 def check_chain(chain: Sequence[Link], root: bytes) -> None:
@@ -128,16 +131,14 @@ class SnapshotPath:
         `fill` raises; nothing but the memo has changed then.
         """
         check_chain(chain, self._root)
-        known = self._deepest(chain)
-        parent = None if known < 0 else self._index.versions[chain[known].id]
-        missing = chain[known + 1 :]
+        parent, missing = self.deepest(chain)
         if parent is not None:
             self._index.ref(parent)  # not evicted for the slots of its own successors
             self._index.touch(parent)
         last = parent
         try:
-            base, pages = self._take(parent, missing, owner, fill) if missing else (None, ())
-            last = self._publish(parent, missing, base, pages)
+            base, pages = self.take(parent, missing, owner, fill) if missing else (None, ())
+            last = self.publish(parent, missing, base, pages)
             root = self._pins.open_root(owner, last)
             for link in missing:
                 self._index.versions[link.id].expired = True
@@ -153,17 +154,20 @@ class SnapshotPath:
             _refuse(f"version {link.id.hex()} has number {version.number}, not {link.number}")
         return version is not None
 
-    def _deepest(self, chain: Chain) -> int:
-        """Position of the last link whose version is retained; -1 when none is."""
-        return next((i for i in reversed(range(len(chain))) if self.retains(chain[i])), -1)
+    def deepest(self, chain: Chain) -> tuple[Version | None, Chain]:
+        """The last version of the chain that is retained, and the links after it."""
+        for i in reversed(range(len(chain))):
+            if self.retains(chain[i]):
+                return self._index.versions[chain[i].id], chain[i + 1 :]
+        return None, chain
 
-    def _take(
-        self, parent: Version | None, missing: Chain, owner: str, fill: Fill
+    def take(
+        self, parent: Version | None, missing: Chain, owner: str, fill: Fill, more: int = 0
     ) -> tuple[int | None, tuple[int, ...]]:
-        """Filled slots for `missing`; all or none."""
+        """Filled slots for `missing`, and `more` pages behind theirs; all or none."""
         index = self._index
-        wanted = pages_of(missing)
-        bases = sum(link.adds == "base" for link in missing)
+        wanted, bases = slots_of(missing)
+        wanted += more
         self._reserve(wanted, bases, owner)
         base = index.bases.alloc() if bases else None
         pages: list[int] = []
@@ -183,18 +187,23 @@ class SnapshotPath:
             raise
         return base, tuple(pages)
 
-    def _reserve(self, pages: int, bases: int, owner: str) -> None:
+    def check_fits(self, pages: int, bases: int, owner: str) -> None:
+        """Raise StateCapacity for more slots than the pools have."""
         for pool, need in ((self._index.pages, pages), (self._index.bases, bases)):
             if need > pool.total - pool.reserved:
                 raise StateCapacity(_lacking(pool, need), owner=owner)
+
+    def _reserve(self, pages: int, bases: int, owner: str) -> None:
+        self.check_fits(pages, bases, owner)
         if not self._index.ensure(pages, bases):
             short = self._index.pages.available < pages
             pool, need = (self._index.pages, pages) if short else (self._index.bases, bases)
             raise StateCapacity(_lacking(pool, need), owner=owner)
 
-    def _publish(
+    def publish(
         self, parent: Version | None, missing: Chain, base: int | None, pages: tuple[int, ...]
     ) -> Version:
+        """Index the missing versions with their filled slots; the last one (or the parent)."""
         fresh = iter(pages)
         at = parent
         for link in missing:

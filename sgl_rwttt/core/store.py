@@ -6,6 +6,7 @@ from itertools import count
 
 from sgl_rwttt.core.candidate import Candidate
 from sgl_rwttt.core.chain import ContextChain
+from sgl_rwttt.core.contexts import ContextPath
 from sgl_rwttt.core.effects import Effect
 from sgl_rwttt.core.errors import (
     BranchBusy,
@@ -61,6 +62,7 @@ class TTTStateStore:
         self._pins = PinTable(self._index, root)
         self.snapshots = SnapshotPath(self._index, self._pins, root)
         self._evidence = evidence
+        self.contexts = ContextPath(self._index, self._pins, self.snapshots, root, evidence)
         path = WritePath if evidence == "rows" else SlotWritePath
         self._writes = path(self._index, chunk, fold_pages, copy_rows, self._bases_in_use)
         self._owners: dict[tuple[str, str], OwnerState] = {}
@@ -272,9 +274,12 @@ class TTTStateStore:
             dropped += 1
         return dropped
 
-    def holdings(self, owners: Iterable[str]) -> dict[str, Holding]:
-        """What each of these owners holds: branches, roots, pins and their slots."""
-        return holdings(owners, self._owners.values(), self._pins)
+    def holdings(self, owners: Iterable[str], others: Holding | None = None) -> dict[str, Holding]:
+        """What each of these owners holds: branches, roots, pins and their slots.
+
+        `others`, if given, takes what all other owners hold.
+        """
+        return holdings(owners, self._owners.values(), self._pins, others)
 
     def stats(self) -> dict[str, int]:
         """Counts for reports and metrics."""

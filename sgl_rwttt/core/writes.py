@@ -155,15 +155,15 @@ class WritePath:
         """The usual decode step: one part that completes nothing."""
         state = candidate.state
         base, pages = state.version.base, state.version.pages
-        if not writes:
-            return BlockPart(0, count, False, DUMMY, 0, False, False, base, pages)
         if state.tail is not None:
             page = state.tail.page
+        elif not writes:
+            page = DUMMY
         else:
             page = self._index.pages.alloc(pages[-1] if pages else None)
             candidate.pages.append(page)
             candidate.tail_page = page
-        return BlockPart(0, count, True, page, state.clock.rows, False, False, base, pages)
+        return BlockPart(0, count, writes, page, state.clock.rows, False, False, base, pages)
 
     def _walk(self, candidate: Candidate, in_place: bool, total: int) -> tuple[BlockPart, ...]:
         """Plan parts in general; a carried page that is completed by many tokens is copied."""

@@ -19,19 +19,19 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Log-probabilities (natural) of a text at a point of a lineage."""
+    """Log-probabilities of a text at a place of a lineage, from `State.score`."""
 
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    tokens: tuple[int, ...]  # ids of the text
+    logprobs: tuple[float, ...]  # nats, one per token
 
     @property
     def sum(self) -> float:
-        """Log-probability of the whole text."""
+        """Log-probability of the whole text, in nats."""
         return math.fsum(self.logprobs)
 
     @property
     def mean(self) -> float:
-        """Log-probability per token."""
+        """Log-probability per token, in nats; -mean is the loss."""
         return self.sum / len(self.logprobs)
 
     @property
@@ -45,8 +45,16 @@ def finish_reason(item: Json) -> Json:
     return item.get("meta_info", {}).get("finish_reason") or {}
 
 
-def grown(ids: list[int], item: Json) -> list[int]:
-    """All output ids so far, whether the server streams increments or the whole."""
-    new = list(item.get("output_ids") or ())
-    is_whole = item["meta_info"].get("completion_tokens", len(new)) == len(new)
-    return new if is_whole else [*ids, *new]
+def grown(before: Json, item: Json) -> Json:
+    """`item` with all output ids and their logprobs so far.
+
+    `before` is what this returned for the last item of the stream, {} at first: a server streams
+    increments or the whole.
+    """
+    ids, meta = list(item.get("output_ids") or ()), item["meta_info"]
+    if before and meta.get("completion_tokens", len(ids)) != len(ids):
+        ids = [*before["output_ids"], *ids]
+        for name in ("output_token_logprobs", "output_top_logprobs"):
+            if name in meta:
+                meta = {**meta, name: [*before["meta_info"].get(name, ()), *meta[name]]}
+    return {**item, "output_ids": ids, "meta_info": meta}

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from sglang.lang.backend.base_backend import BaseBackend
 from sglang.lang.choices import ChoicesDecision, ChoicesSamplingMethod
 from sglang.lang.ir import SglSamplingParams
 
@@ -17,22 +16,32 @@ from sgl_rwttt.core.errors import InvalidStateRequest, LedgerMismatch, StateErro
 
 from .answer import Answer, Score, finish_reason, grown
 from .chat import chat_template
+from .history import event_at
+from .lease import Lease
 from .ledger import Cursor, Node
 from .owner import Owner, close_all
 from .sampling import CONSUME, lower
+from .siblings import answers
 from .text import TokenText
 from .transport import Json, Transport
+from .upstream import BaseBackend
 
 
 class StateBackend(BaseBackend):
-    """Runs programs on one server, over any transport.
+    """Runs programs on one server, over any transport; what `Engine` and `Runtime` are.
 
     All methods that take a cursor move it only after the server's answer agreed with the ledger.
     """
 
-    def __init__(self, transport: Transport, chat_template_name: str | None = None) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        chat_template_name: str | None = None,
+        lease_s: float | None = None,
+    ) -> None:
         super().__init__()
         self.transport = transport
+        self.lease = Lease(lease_s, transport.control)
         self.model_path = str(transport.info().get("model_path", ""))
         self.text = TokenText(transport.tokenizer)
         self.chat_template = chat_template(chat_template_name, self.model_path, transport.tokenizer)
@@ -48,6 +57,7 @@ class StateBackend(BaseBackend):
     def shutdown(self) -> None:
         """Close every open owner and let go of the server. Idempotent."""
         close_all(self.transport)
+        self.lease.close()
         self.transport.close()
 
     # Nodes
@@ -70,7 +80,7 @@ class StateBackend(BaseBackend):
         extra = {k: v for k, v in (("ttt_pin", pin), ("ttt_clear", clear)) if v is not None}
         payload = self._payload(owner, cursor, ids, CONSUME, mode, extra)
         with nullcontext() if clear is None else owner.clearing():
-            answer = self._ask(owner, payload)
+            answer = self._ask(owner, cursor, payload)
             self._advance(owner, cursor, payload, answer, mode, kept=0)
             if clear is not None:
                 self._clear(owner, cursor, answer["meta_info"]["state"])
@@ -85,7 +95,8 @@ class StateBackend(BaseBackend):
     ) -> Answer:
         """Consume what is pending and sample an answer in `mode`."""
         payload, stops = self._gen_payload(owner, cursor, mode, params, logprobs)
-        return self._settle(owner, cursor, payload, self._ask(owner, payload), mode, stops)
+        answer = self._ask(owner, cursor, payload)
+        return self._settle(owner, cursor, payload, answer, mode, stops)
 
     def generate_stream(
         self,
@@ -99,20 +110,14 @@ class StateBackend(BaseBackend):
         payload, stops = self._gen_payload(owner, cursor, mode, params, logprobs)
         payload["stream"] = True
         before = [*cursor.ledger.tokens, *payload["input_ids"]]
-        ids: list[int] = []
         item: Json = {}
-        try:
-            for item in self.transport.generate_stream(payload):
-                ids = grown(ids, item)
-                if not finish_reason(item):
-                    text, mended = self.text.after(before, ids)
-                    yield Answer(self.text.speakable(text, stops), item["meta_info"], mended)
-        except StateError as error:
-            owner.explain(error)
-            raise
+        for item in self._items(owner, cursor, payload):
+            if not finish_reason(item):
+                text, mended = self.text.after(before, item["output_ids"])
+                yield Answer(self.text.speakable(text, stops), item["meta_info"], mended)
         if not finish_reason(item):
             raise StateError("the answer's stream ended before the answer did", owner=owner.name)
-        yield self._settle(owner, cursor, payload, {**item, "output_ids": ids}, mode, stops)
+        yield self._settle(owner, cursor, payload, item, mode, stops)
 
     def select(
         self, owner: Owner, cursor: Cursor, choices: Sequence[str], method: ChoicesSamplingMethod
@@ -200,9 +205,21 @@ class StateBackend(BaseBackend):
             payload["return_logprob"] = True
         return {**payload, **fields}, stops
 
-    def _ask(self, owner: Owner, payload: Json) -> Json:
+    def _ask(self, owner: Owner, cursor: Cursor, payload: Json) -> Json:
+        *_, answer = self._items(owner, cursor, payload)
+        return answer
+
+    def _items(self, owner: Owner, cursor: Cursor, payload: Json) -> Iterator[Json]:
+        """The growing answer; a branch's first request goes in the batch of its siblings."""
+        item: Json = {}
         try:
-            return self.transport.generate(payload)
+            with owner.asking(payload["rid"]):
+                items = None
+                if cursor.seat is not None:
+                    items = cursor.seat.join(self.transport, payload)
+                    cursor.seat = None
+                for new in items or answers(self.transport, payload):
+                    yield (item := grown(item, new))
         except StateError as error:
             owner.explain(error)
             raise
@@ -219,7 +236,8 @@ class StateBackend(BaseBackend):
         payload["rid"] = [uuid.uuid4().hex for _ in ids]
         payload.update(return_logprob=True, logprob_start_len=max(len(cursor.ledger) - 1, 0))
         try:
-            answers = self.transport.generate_batch(payload)
+            with owner.asking(payload["rid"]):
+                answers = self.transport.generate_batch(payload)
         except StateError as error:
             owner.explain(error)
             raise
@@ -270,12 +288,14 @@ class StateBackend(BaseBackend):
             )
         ledger.push(ids, mode)
         ledger.push(output[:kept], mode)
-        cursor.node = Node(payload["rid"], cursor.node, owner.trash)
+        what = ", ".join(cursor.notes) or "fill"
+        event = event_at(ledger, payload["rid"], mode.value, what)
+        cursor.node, cursor.pin, cursor.notes = Node(event, cursor.node, owner.trash), None, []
         cursor.consumed = min(clock.position, len(ledger))
         cursor.pending_ids, cursor.pending_text = [], ""
 
     def _clear(self, owner: Owner, cursor: Cursor, report: Json) -> None:
-        ledger = cursor.ledger.cleared()
+        ledger = cursor.ledger.cleared("clear" if cursor.node is None else cursor.node.event.what)
         ledger.root = owner.root(str(report.get("next_root")))
         if report.get("next_root") != ledger.clock.root.hex():
             raise LedgerMismatch(

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from sglang.lang.interpreter import ProgramStateGroup
-from sglang.lang.ir import SglExpr
+from sglang.lang.ir import SglCommitLazy, SglExprList, SglGen, SglSelect
 
 from sgl_rwttt.core.errors import InvalidStateRequest
 
 from .ledger import Pin
+from .siblings import Siblings
+from .upstream import ProgramStateGroup, SglExpr
 
 if TYPE_CHECKING:
     from .state import State
 
 Key = str | Callable[["State"], Any]
+Part = str | SglExpr
 
 
 class Branches(ProgramStateGroup):
     """States that share everything up to the fork and go their own ways behind it.
 
-    As a context manager it frees on leaving every branch that the parent did not keep.
+    As a context manager it frees on leaving every branch that the parent did not keep. The
+    branches' first requests go to the server as one batch: see `Siblings`.
     """
 
     states: list[State]
@@ -31,17 +34,27 @@ class Branches(ProgramStateGroup):
     def __init__(self, states: Sequence[State], src_state: State, pin: Pin | None) -> None:
         super().__init__(list(states), src_state)
         self._pin = pin
+        self._siblings = Siblings()
+        if len(states) > 1 and src_state.stream_executor.use_thread:
+            for state in states:
+                state.stream_executor.cursor.seat = self._siblings.seat()
 
     def __len__(self) -> int:
         return len(self.states)
 
+    def __getitem__(self, i: int) -> State:
+        return self.states[i]
+
     def __iter__(self) -> Iterator[State]:
         return iter(self.states)
 
-    def __iadd__(self, other: Any) -> Branches:
-        """Add the same to every branch, one item of a list to each, or what `other(i)` returns."""
+    def __iadd__(self, other: Part | Sequence[Part] | Callable[[int], Part]) -> Branches:
+        """Add the same to every branch, one item of a list to each, or what `other(i)` returns.
+
+        Raises InvalidStateRequest for a list of another length.
+        """
         if callable(other):
-            parts: Iterable[Any] = [other(i) for i in range(len(self))]
+            parts: Sequence[Any] = [other(i) for i in range(len(self))]
         elif isinstance(other, str | SglExpr):
             parts = [other] * len(self)
         elif isinstance(other, list | tuple):
@@ -50,6 +63,9 @@ class Branches(ProgramStateGroup):
             parts = other
         else:
             raise InvalidStateRequest(f"branches cannot take a {type(other).__name__}")
+        asked = [state for state, part in zip(self.states, parts, strict=True) if _asks(part)]
+        if asked:
+            self._siblings.expect(state.stream_executor.cursor.seat for state in asked)
         for state, part in zip(self.states, parts, strict=True):
             state += part
         return self
@@ -63,7 +79,10 @@ class Branches(ProgramStateGroup):
         return max(self.states, key=_scorer(key))
 
     def prune(self, key: Key, keep: int = 1) -> Branches:
-        """Free all but the `keep` best branches; the order of the rest stays."""
+        """Free all but the `keep` best branches (see `best`); the order of the rest stays.
+
+        Raises InvalidStateRequest for `keep` out of range.
+        """
         if not 1 <= keep <= len(self):
             raise InvalidStateRequest(f"cannot keep {keep} of {len(self)} branches")
         scorer = _scorer(key)
@@ -92,18 +111,24 @@ class Branches(ProgramStateGroup):
         self.release()
 
     def release(self, cancel: bool = False) -> None:
-        """Free every branch; what the parent kept is the parent's. Idempotent."""
-        self._free(self.states, cancel)
+        """Free every branch; what the parent kept is the parent's. Idempotent.
+
+        Waits for what they are doing, unless `cancel`.
+        """
         self._pin = None
-        self.src_state.stream_executor.owner.sweep()
+        self._free(self.states, cancel)
 
     def _free(self, states: Sequence[State], cancel: bool = False) -> None:
+        owner = self.src_state.stream_executor.owner
         for state in states:
             state.stream_executor.end(cancel)
+        if cancel:
+            owner.abort()
         for state in states:
             state.stream_executor.drain()
             state.forget_checkpoints()
-        self.src_state.stream_executor.owner.sweep()
+        if not cancel:  # else at the next request: an error does not wait for a busy server
+            owner.sweep()
 
     def __enter__(self) -> Branches:
         return self
@@ -117,6 +142,13 @@ class Branches(ProgramStateGroup):
         self.release(cancel=kind is not None)
 
 
+def _asks(part: Any) -> bool:
+    """Whether an expression sends a request."""
+    if isinstance(part, SglExprList):
+        return any(_asks(each) for each in part.expr_list)
+    return isinstance(part, SglGen | SglSelect | SglCommitLazy)
+
+
 def _scorer(key: Key) -> Callable[[State], Any]:
     if callable(key):
         return key
@@ -124,7 +156,7 @@ def _scorer(key: Key) -> Callable[[State], Any]:
     def mean_logprob(state: State) -> float:
         meta = state.stream_executor.get_meta_info(key) or {}
         items = meta.get("output_token_logprobs")
-        if not items:
+        if not (items and all(items)):  # a select has none of its own
             raise InvalidStateRequest(f"{key!r} was not generated in this branch: pass a function")
         kept = items[: meta.get("kept_tokens", len(items))] or items
         return float(sum(item[0] for item in kept) / len(kept))

@@ -50,10 +50,13 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Checkpoint:
-    """An immutable place in a lineage, retained on the server while this object lives."""
+    """An immutable place in a lineage, retained on the server while this object lives.
 
-    name: str | None
-    owner: Owner = field(repr=False)
+    `State.rollback` and `State.fork(at=...)` of the same run take it, in any branch.
+    """
+
+    name: str | None  # as given to `State.checkpoint`
+    owner: Owner = field(repr=False)  # of the run
     mark: Mark = field(repr=False)
     pin: Pin | None = field(repr=False)  # None: nothing was pending, the node itself retains it
 

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from typing import Any
 
 from sgl_rwttt.core.errors import ServerGone, StateError
@@ -53,6 +54,10 @@ class EngineTransport:
         self._has_failed = True
 
     def _serve(self) -> None:
+        # Engine processes inherit this: Ctrl-C is for the program, which may go on with the engine.
+        # The resource tracker unblocks the signal in the thread that starts it.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
@@ -83,6 +88,13 @@ class EngineTransport:
 
     def generate_stream(self, payload: Json) -> Iterator[Json]:
         """The growing answer."""
+        return map(checked, self._items(payload))
+
+    def generate_siblings(self, payload: Json) -> Iterator[Json]:
+        """The growing answers of a batch."""
+        return self._items(payload)
+
+    def _items(self, payload: Json) -> Iterator[Json]:
         items: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
         async def pump() -> None:
@@ -91,9 +103,12 @@ class EngineTransport:
 
         future = asyncio.run_coroutine_threadsafe(pump(), self._loop)
         future.add_done_callback(lambda _: items.put(_END))
-        while (item := self._next(items)) is not _END:
-            yield checked(item)
-        self._result(future)
+        try:
+            while (item := self._next(items)) is not _END:
+                yield item
+            self._result(future)
+        finally:
+            future.cancel()  # nobody reads the rest
 
     def control(self, op: str, args: Json) -> Json:
         """A control verb, through the same function that serves /ttt/<op>."""
@@ -189,15 +204,22 @@ class Engine(StateBackend):
     """Programs run on a model served inside this process.
 
     Without a model path it is the embedded model, built at the first use and cached. Keyword
-    arguments are SGLang's server arguments, and this package's.
+    arguments are SGLang's server arguments, and this package's (`ttt_*`, docs/flags.md). A script
+    makes it under `if __name__ == "__main__":`, because it starts processes. Owners have no lease
+    unless `lease_s` says so: this process cannot die without its engine.
     """
 
     def __init__(
-        self, model_path: str | None = None, *, chat_template: str | None = None, **kwargs: Any
+        self,
+        model_path: str | None = None,
+        *,
+        chat_template: str | None = None,
+        lease_s: float | None = None,
+        **kwargs: Any,
     ) -> None:
         if model_path is None:
             from sgl_rwttt.models.embedded import ensure
 
             model_path = str(ensure(progress=True))
-        super().__init__(EngineTransport(model_path, **kwargs), chat_template)
+        super().__init__(EngineTransport(model_path, **kwargs), chat_template, lease_s)
         atexit.register(_shutdown, weakref.ref(self))

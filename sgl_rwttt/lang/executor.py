@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from sglang.lang.ir import (
@@ -11,14 +12,17 @@ from sglang.lang.ir import (
     SglConcateAndAppend,
     SglGen,
     SglImage,
+    SglRoleBegin,
+    SglRoleEnd,
     SglSelect,
     SglSeparateReasoning,
+    SglVarScopeBegin,
     SglVarScopeEnd,
     SglVideo,
 )
 
 from sgl_rwttt.core.effects import Effect
-from sgl_rwttt.core.errors import InvalidStateRequest, ReadOnlyState
+from sgl_rwttt.core.errors import InvalidStateRequest, ReadOnlyState, RollbackBeyondRetention
 
 from . import snapshots
 from .answer import Answer
@@ -43,6 +47,7 @@ class StateExecutor(BranchWorker):
         self.parent = parent
         self.frozen_depth = 0
         self.locked_depth = 0  # unfreeze cannot go below (a peek)
+        self._scopes: dict[str, int] = {}  # where the open var_scopes began in the text
         super().__init__(*args, **kwargs)
 
     @property
@@ -54,23 +59,52 @@ class StateExecutor(BranchWorker):
 
     @cursor.setter
     def cursor(self, cursor: Cursor) -> None:
+        self._leave_siblings()
         self._cursor = cursor
+
+    @property
+    def place(self) -> Cursor | None:
+        """The place in the lineage; None before the first use, which it does not count as."""
+        return self._cursor
 
     @property
     def mode(self) -> Effect:
         """The mode of the next tokens."""
         return Effect.READ if self.frozen_depth else Effect.WRITE
 
+    def ask(self, run: Callable[[], Any]) -> Any:
+        """Queue `run` and wait for what it returns; a request of it goes alone.
+
+        A program that waits for one branch asks its siblings for nothing meanwhile.
+        """
+
+        def alone() -> Any:
+            self._leave_siblings()
+            return run()
+
+        return super().ask(alone)
+
+    def _leave_siblings(self) -> None:
+        """Their batch of first requests need not wait for this branch."""
+        if self._cursor is not None and self._cursor.seat is not None:
+            self._cursor.seat.leave()
+            self._cursor.seat = None
+
+    def _skip(self, expr: Any, error: BaseException) -> None:
+        self._leave_siblings()
+        super()._skip(expr, error)
+
     def _let_go(self) -> None:
+        self._leave_siblings()
         if self._cursor is not None:
-            self._cursor.node = None
+            self._cursor.node = self._cursor.pin = None
             self._cursor.ledger.root = None
 
     # Expressions
 
     def _execute(self, other: Any) -> None:
         if isinstance(other, Step):
-            other.done.set_result(other.run())
+            other.execute()
         elif type(other) in _REFUSED:
             refuse(_REFUSED[type(other)])
         else:
@@ -80,11 +114,22 @@ class StateExecutor(BranchWorker):
         self.text_ += str(value)
         self.cursor.pending_text += str(value)
 
+    def _execute_role_begin(self, expr: SglRoleBegin) -> None:
+        if self.cur_role is not None:
+            refuse(f"a role inside a role: close {self.cur_role!r} before {expr.role!r} begins")
+        super()._execute_role_begin(expr)
+
+    def _execute_role_end(self, expr: SglRoleEnd) -> None:
+        if self.cur_role is None:
+            refuse(f"the end of {expr.role!r}: no role is open here")
+        super()._execute_role_end(expr)
+
     def _execute_commit_lazy_operations(self, expr: SglCommitLazy) -> None:
         self.settle()
 
     def _execute_gen(self, expr: SglGen) -> None:
         text = self.text_
+        self.cursor.notes.append("gen" if expr.name is None else f"gen {expr.name}")
         for answer in self._answers(expr):
             self.text_ = text[: len(text) - answer.mended] + answer.text
             if expr.name is not None:
@@ -94,7 +139,10 @@ class StateExecutor(BranchWorker):
         self._arrived(expr.name)
 
     def _answers(self, expr: SglGen) -> Iterable[Answer]:
-        params = self._resolve_sampling_params(expr.sampling_params)
+        own = expr.sampling_params
+        if isinstance(own.stop, list):  # sglang.lang appends the template's stops to it
+            own = replace(own, stop=own.stop[:])
+        params = self._resolve_sampling_params(own)
         logprobs = self.parent is not None  # branches are compared by them
         if self.stream:
             return self.backend.generate_stream(
@@ -110,14 +158,18 @@ class StateExecutor(BranchWorker):
             self.owner, self.cursor, expr.choices, expr.choices_method
         )
         self.cursor.pending_ids = ids
+        self.cursor.notes.append("select" if expr.name is None else f"select {expr.name}")
         self.text_ += decision.decision
         if expr.name is not None:
             self.variables[expr.name] = decision.decision
             self.meta_info[expr.name] = decision.meta_info
         self._arrived(expr.name)
 
+    def _execute_var_scope_begin(self, expr: SglVarScopeBegin) -> None:
+        self._scopes[expr.name] = len(self.text_)
+
     def _execute_var_scope_end(self, expr: SglVarScopeEnd) -> None:
-        self.variables[expr.name] = self.text_[self.variables[expr.name] :]
+        self.variables[expr.name] = self.text_[self._scopes.pop(expr.name) :]
         self._arrived(expr.name)
 
     # Steps that need the server (they run in the worker)
@@ -167,6 +219,7 @@ class StateExecutor(BranchWorker):
             cursor.pending_ids += self.backend.text.encode(cursor.pending_text, at_root)
             cursor.pending_text = text
             self.text_ += text
+            cursor.notes.append("adapt")
             if keep:
                 self.settle()
             else:
@@ -184,20 +237,36 @@ class StateExecutor(BranchWorker):
             self.require_writable('clear_context(tail="commit")')
         self._require_no_role()
         if self.cursor.ledger.tokens or not self.cursor.is_settled:
+            if self.cursor.notes[-1:] != ["adapt"]:
+                self.cursor.notes.append("clear")
             self.backend.commit(self.owner, self.cursor, self.mode, clear=tail)
         self._forget_context()
 
-    def snapshot(self, name: str, replace: bool) -> Json:
-        """Save the committed version here, once everything said so far is consumed."""
-        self.settle()
-        return snapshots.save(self.owner, self.cursor, name, replace)
+    def snapshot(self, name: str, replace: bool, kv: bool) -> Json:
+        """Save the state here, once everything said so far is consumed; with `kv` the context too.
 
-    def restore(self, name: str) -> Json:
-        """Go to the empty context on a snapshot; everything said so far is dropped."""
+        An empty context is saved as its version alone.
+        """
+        self.settle()
+        if not kv or self.cursor.node is None:
+            return snapshots.save(self.owner, self.cursor, name, replace)
+        client = snapshots.described(self)
+        try:
+            return snapshots.save_context(self.owner, self.cursor, name, replace, client)
+        except RollbackBeyondRetention:
+            self.backend.commit(self.owner, self.cursor, self.mode)  # computes again what was lost
+            return snapshots.save_context(self.owner, self.cursor, name, replace, client)
+
+    def restore(self, name: str, kv: bool | None) -> Json:
+        """Go to where a snapshot was saved; everything said so far is dropped."""
         self.require_writable("restore")
         self._require_no_role()
-        answer = snapshots.restore(self.owner, self.cursor, name)
-        self._forget_context()
+        chunk = self.cursor.ledger.clock.chunk
+        cursor, client, answer = snapshots.restore(self.owner, name, chunk, kv)
+        said = snapshots.said(client, self.backend.text.decode(cursor.ledger.tokens))
+        self.cursor = cursor
+        said.put(self)
+        self._notify()
         return answer
 
     def _require_no_role(self) -> None:

@@ -8,15 +8,18 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from sgl_rwttt.core.errors import InvalidStateRequest
 
 from .backend import StateBackend
+from .liveness import PROBE_S, Call, Watch, watched_adapter
 from .transport import Json, checked, gone
 
+LEASE_S = 30.0  # how long a server keeps the owners of a client that has died
 _CONNECT_S = 1.0  # how long a server may take to accept a connection
-_CONTROL_S = 60.0
+_CONTROL_S = 300.0  # how long a step may keep a control verb waiting: SGLang's own watchdog
 
 
 class HttpTransport:
@@ -30,14 +33,14 @@ class HttpTransport:
         verify: bool | str = True,
     ) -> None:
         import requests
-        from requests.adapters import HTTPAdapter
 
         self.url = url.rstrip("/")
         self.tokenizer_path = tokenizer_path
         self._lost = (requests.RequestException, OSError)
         self._session = requests.Session()
         self._session.verify = verify
-        self._session.mount(self.url, HTTPAdapter(pool_connections=4, pool_maxsize=512))
+        self._session.mount(self.url, watched_adapter(pool_connections=4, pool_maxsize=512))
+        self._watch = Watch(self._probe)
         if api_key is not None:
             self._session.headers["Authorization"] = f"Bearer {api_key}"
         self._tokenizer: Any = None
@@ -72,20 +75,29 @@ class HttpTransport:
 
     def generate_stream(self, payload: Json) -> Iterator[Json]:
         """POST /generate with server-sent events."""
-        try:
-            with self._session.post(
+        return map(checked, self._events(payload))
+
+    def generate_siblings(self, payload: Json) -> Iterator[Json]:
+        """POST /generate with lists and server-sent events."""
+        return (item if "index" in item else checked(item) for item in self._events(payload))
+
+    def _events(self, payload: Json) -> Iterator[Json]:
+        with (
+            self._answering() as call,
+            self._session.post(
                 self.url + "/generate", json=payload, stream=True, timeout=(_CONNECT_S, None)
-            ) as response:
-                self._raise_for(response)
-                for line in response.iter_lines():
-                    if not line.startswith(b"data:"):
-                        continue
-                    data = line[5:].strip()
-                    if data == b"[DONE]":
-                        return
-                    yield checked(json.loads(data))
-        except self._lost as error:
-            raise gone(self.url, error) from error
+            ) as response,
+        ):
+            self._raise_for(response)
+            for line in response.iter_lines():
+                call.hear()
+                if not line.startswith(b"data:"):
+                    continue
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    return
+                yield json.loads(data)
+        raise gone(self.url, "the answer's stream ended before the answer did")
 
     def control(self, op: str, args: Json) -> Json:
         """POST /ttt/<op>."""
@@ -102,14 +114,25 @@ class HttpTransport:
         self._session.close()
 
     def _json(self, method: str, path: str, body: Json | None, read_s: float | None) -> Any:
-        try:
+        with self._answering():
             response = self._session.request(
                 method, self.url + path, json=body, timeout=(_CONNECT_S, read_s)
             )
             self._raise_for(response)
             return response.json()
-        except self._lost as error:
-            raise gone(self.url, error) from error
+
+    @contextmanager
+    def _answering(self) -> Iterator[Call]:
+        """A call whose lost connection, or lost server, is ServerGone."""
+        with self._watch.call() as call:
+            try:
+                yield call
+            except self._lost as error:
+                raise gone(self.url, call.verdict or error) from error
+
+    def _probe(self) -> None:
+        """Any answer is a sign of life. SGLang's HTTP process gives this one without the model."""
+        self._session.get(self.url + "/ping", timeout=(_CONNECT_S, PROBE_S))
 
     def _raise_for(self, response: Any) -> None:
         if response.status_code == 200:
@@ -119,6 +142,8 @@ class HttpTransport:
             body = response.json()
         except ValueError:
             body = None
+        if body is None and response.status_code in (502, 504):  # a proxy that finds no server
+            raise gone(self.url, plain)
         checked(body if isinstance(body, dict) and body.get("error") else {"error": plain})
 
 
@@ -130,7 +155,16 @@ def load_tokenizer(path: str) -> Any:
 
 
 class Runtime(StateBackend):
-    """Programs run on a server at `url` (started with `sgl-rwttt serve`)."""
+    """Programs run on a server at `url` (started with `sgl-rwttt serve`).
+
+    `api_key` is the server's. The tokenizer is read at `tokenizer_path`, by default at the server's
+    model path, if that is a folder of this machine; nothing is downloaded. `chat_template` is a
+    name of SGLang's, by default the model's own. `verify` is as in requests. Raises ServerGone when
+    nobody answers.
+
+    The server closes an owner that this process has not renewed for `lease_s` seconds; None leaves
+    it to the server's `--ttt-owner-timeout`.
+    """
 
     def __init__(
         self,
@@ -140,8 +174,10 @@ class Runtime(StateBackend):
         tokenizer_path: str | None = None,
         chat_template: str | None = None,
         verify: bool | str = True,
+        lease_s: float | None = LEASE_S,
     ) -> None:
-        super().__init__(HttpTransport(url, api_key, tokenizer_path, verify), chat_template)
+        transport = HttpTransport(url, api_key, tokenizer_path, verify)
+        super().__init__(transport, chat_template, lease_s)
         self.url = url
         atexit.register(_shutdown, weakref.ref(self))
 

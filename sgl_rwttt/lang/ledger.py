@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from sgl_rwttt.core.effects import Effect
 from sgl_rwttt.core.lineage import LineageClock, ModeSpans, cleared_root_id
+
+if TYPE_CHECKING:
+    from .history import Event
+    from .siblings import Seat
 
 
 class Trash:
@@ -54,10 +59,12 @@ class Trash:
 class Node:
     """One finished request of an owner; a head, a checkpoint or a child keeps it alive."""
 
-    __slots__ = ("_trash", "parent", "rid")
+    __slots__ = ("_trash", "event", "parent", "rid")
 
-    def __init__(self, rid: str, parent: Node | None, trash: Trash) -> None:
-        self.rid = rid
+    def __init__(self, event: Event, parent: Node | None, trash: Trash) -> None:
+        assert event.branch is not None
+        self.rid = event.branch
+        self.event = event
         self.parent = parent
         self._trash = trash
 
@@ -98,9 +105,12 @@ class Ledger:
     the server consumes it only with the next node.
     """
 
-    __slots__ = ("clock", "root", "spans", "tokens")
+    __slots__ = ("clock", "first", "root", "spans", "tokens", "what")
 
-    def __init__(self, root: bytes, chunk: int, number: int = 0) -> None:
+    def __init__(self, root: bytes, chunk: int, number: int = 0, what: str = "start") -> None:
+        """`number` is the root's version, `what` how the context began (see `history.Event`)."""
+        self.first = number
+        self.what = what
         self.root: Root | None = None  # None: the default root, which needs no retaining
         self.clock = LineageClock(root, chunk, number)
         self.spans = ModeSpans()
@@ -121,27 +131,42 @@ class Ledger:
         clock.push(tokens, mode)
         return clock
 
+    @property
+    def place(self) -> dict[str, int | str]:
+        """Where the ledger ends, in the words of the server's state report."""
+        clock = self.clock
+        return {
+            "version": clock.number,
+            "position": clock.position,
+            "tail": clock.rows,
+            "state_id": clock.state_id.hex(),
+        }
+
     def copy(self) -> Ledger:
         """An independent ledger at the same point."""
         other = object.__new__(Ledger)
+        other.first, other.what = self.first, self.what
         other.root = self.root
         other.clock = self.clock.copy()
         other.spans = self.spans.slice(len(self.spans))
         other.tokens = self.tokens[:]
         return other
 
-    def cleared(self) -> Ledger:
+    def cleared(self, what: str = "clear") -> Ledger:
         """The empty ledger of the context that follows a reset here; the tail is dropped."""
         clock = self.clock
-        return Ledger(cleared_root_id(clock.version_id), clock.chunk, clock.number)
+        return Ledger(cleared_root_id(clock.version_id), clock.chunk, clock.number, what)
 
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """What a state is a function of: the root of the context, then tokens in their modes."""
+    """What a state is a function of: the root of the context, then tokens in their modes.
 
-    root: str  # hex
-    tokens: tuple[int, ...]
+    From `State.lineage`; equal lineages are equal states.
+    """
+
+    root: str  # id of the weights that the context began on, hex
+    tokens: tuple[int, ...]  # ids of the context
     modes: tuple[tuple[int, int, str], ...]  # (first, end, "read" or "write") over `tokens`
     state_id: str  # hex
 
@@ -158,6 +183,9 @@ class Cursor:
     consumed: int = 0  # tokens of the ledger that the server has consumed
     pending_ids: list[int] = field(default_factory=list)
     pending_text: str = ""
+    pin: Pin | None = None  # retains a restored point until a request has gone on from it
+    notes: list[str] = field(default_factory=list)  # what the next request is for
+    seat: Seat | None = None  # until the first request of a branch; not copied
 
     @property
     def is_settled(self) -> bool:
@@ -178,5 +206,11 @@ class Cursor:
     def copy(self) -> Cursor:
         """An independent cursor at the same place, what is pending included."""
         return Cursor(
-            self.ledger.copy(), self.node, self.consumed, self.pending_ids[:], self.pending_text
+            self.ledger.copy(),
+            self.node,
+            self.consumed,
+            self.pending_ids[:],
+            self.pending_text,
+            self.pin,
+            self.notes[:],
         )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import Any
 
-from sglang.lang.interpreter import ProgramState
-
+from .cancellation import in_thread
 from .executor import StateExecutor
 from .ledger import Ledger, Lineage
+from .text import HOLE
+from .upstream import ProgramState
 
 
 class Observable(ProgramState):
@@ -74,19 +75,34 @@ class Observable(ProgramState):
         cursor = executor.cursor
         return executor.backend.text.decode(cursor.pending_ids) + cursor.pending_text
 
+    def memory(self) -> dict[str, int]:
+        """What the owner holds on the server, all its branches together.
+
+        `pages` and `bases` (slots) and `state_bytes` are what its running branches, roots and pins
+        read, each once; `own_pages`, `own_bases`, `own_bytes` what nobody else reads.
+        `context_tokens` are the tokens of its requests, each once; the server keeps their KV,
+        `kv_bytes` at most, while it has room.
+        """
+        executor = self.stream_executor
+        args = {"owner": executor.owner.id, "memory": True}
+        held = executor.ask(lambda: executor.backend.transport.control("owner", args))
+        return dict(held["memory"])
+
     def text_iter(self, var_name: str | None = None) -> Iterator[str]:
         """The text (or one variable) as it grows; raises the run's error at its end."""
         executor = self.stream_executor
         if not executor.stream:
             yield executor.text() if var_name is None else executor.get_var(var_name)
             return
-        said, is_done = 0, False
+        said, seen, is_done = 0, 0, False
         while not is_done:
-            text, is_done = executor.await_growth(var_name, said)
-            said = min(said, len(text))  # the program went back
-            if len(text) > said:
-                yield text[said:]
-                said = len(text)
+            text, is_done = executor.await_growth(var_name, seen)
+            seen = len(text)
+            said = min(said, seen)  # the program went back
+            ready = seen if is_done else len(text.rstrip(HOLE))  # the next gen may complete it
+            if ready > said:
+                yield text[said:ready]
+                said = ready
         if executor.error_ is not None:
             executor.sync()
 
@@ -95,7 +111,7 @@ class Observable(ProgramState):
     ) -> AsyncIterator[Any]:
         """As `text_iter`, in an event loop; with `return_meta_data`, (text, meta_info) pairs."""
         parts = self.text_iter(var_name)
-        while (part := await asyncio.to_thread(next, parts, None)) is not None:
+        while (part := await in_thread(partial(next, parts, None))) is not None:
             if return_meta_data:
                 yield part, self.stream_executor.meta_info.get(var_name or "")
             else:

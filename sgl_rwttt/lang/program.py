@@ -6,33 +6,47 @@ import asyncio
 import contextvars
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, overload
+from functools import partial
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, overload
 
 from sglang.lang.global_config import global_config
-from sglang.lang.ir import SglFunction, SglSamplingParams
+from sglang.lang.ir import SglSamplingParams
 
 from sgl_rwttt.core.errors import InvalidStateRequest
 
 from .backend import StateBackend
+from .cancellation import Cancellation, in_thread, run_rows
 from .executor import StateExecutor
 from .owner import Owner
 from .sampling import FIELDS, check_single
 from .state import State
+from .trace import NODES, Trace, trace_program
+from .trace_state import Answers
+from .upstream import SglFunction
 
 _DEFAULTS: dict[str, Any] = {"stop": [], "stop_token_ids": [], "stop_regex": []}
 _choosing = threading.Lock()
+P = ParamSpec("P")  # of the program's function, behind `s`
 
 
 class ProgramFailed(RuntimeError):
     """For programs to raise when they find no answer that passes."""
 
 
-class Program(SglFunction):
-    """A function of a state `s`; every run of it is an owner of its own on the server."""
+class Program(SglFunction, Generic[P]):
+    """A function of a state `s`; every run of it is an owner of its own on the server.
 
-    def bind(self, **kwargs: Any) -> Program:
-        """The program with some arguments fixed."""
+    Made by `function`. A program may call another one's function on its own state:
+    `other.func(s, ...)`.
+    """
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> State:
+        """As `run` with the program's own arguments only, which type checkers then check."""
+        run: Callable[..., State] = self.run
+        return run(*args, **kwargs)
+
+    def bind(self, **kwargs: Any) -> Program[...]:
+        """The program with some arguments fixed. Raises TypeError for unknown ones."""
         unknown = set(kwargs) - set(self.arg_names)
         if unknown:
             raise TypeError(f"{self.func.__name__} has no arguments {sorted(unknown)}")
@@ -43,23 +57,46 @@ class Program(SglFunction):
         *args: Any,
         stream: bool = False,
         keep: bool = False,
+        backend: StateBackend | None = None,
+        use_thread: bool = True,
+        state: str | None = None,
+        **kwargs: Any,
+    ) -> State:
+        """Run the program and wait for it; what it returned is `.ret_value` of the state.
+
+        `args` and `kwargs` are the program's own arguments. It runs on `backend`, else on the
+        default one, else on the embedded model in this process. With `state` it starts where the
+        snapshot of that name was saved. Without `use_thread` every `+=` waits for the model.
+
+        Sampling parameters (temperature=..., max_new_tokens=...) are defaults for its gens. The
+        owner is freed at the end unless `keep`. With `stream` it returns at once: see `text_iter`.
+        Raises what the program raised, and errors of branches that it did not look at. When it
+        raises, Ctrl-C included, its requests are ended on the server and are not waited for.
+        """
+        named: dict[str, Any] = {
+            "stream": stream,
+            "keep": keep,
+            "backend": backend,
+            "use_thread": use_thread,
+        }
+        return self._start(Cancellation(), *args, state=state, **named, **kwargs)
+
+    def _start(
+        self,
+        cancellation: Cancellation,
+        *args: Any,
+        stream: bool = False,
+        keep: bool = False,
         backend: Any = None,
         use_thread: bool = True,
         state: str | None = None,
         **kwargs: Any,
     ) -> State:
-        """Run the program and wait for it; what it returned is `.ret_value`.
-
-        With `state` it starts on the weights of that snapshot, in an empty context.
-
-        Sampling parameters (temperature=..., max_new_tokens=...) are defaults for its gens. The
-        owner is freed at the end unless `keep`. With `stream` it returns at once: see `text_iter`.
-        Raises what the program raised, and errors of branches that it did not look at.
-        """
         sampling = self._sampling(kwargs)
         chosen = resolve_backend(backend)
         arguments = {**kwargs, **self.bind_arguments}
-        owner = Owner(chosen.transport)
+        owner = Owner(chosen.transport, chosen.lease)
+        cancellation.begin(owner)
         s = State(
             StateExecutor(chosen, owner, arguments, sampling, stream=stream, use_thread=use_thread)
         )
@@ -78,13 +115,39 @@ class Program(SglFunction):
         return s
 
     async def arun(self, *args: Any, **kwargs: Any) -> State:
-        """As `run`, without blocking the event loop."""
-        context = contextvars.copy_context()
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            _async_pool(), lambda: context.run(self.run, *args, **kwargs)
-        )
+        """As `run`, without blocking the event loop, in a thread of its own.
 
+        A cancelled task gets CancelledError at once. The program ends at its next use of `s`
+        (OwnerReleased), its requests are ended on the server, and its owner is freed.
+        """
+        cancellation = Cancellation()
+        try:
+            state: State = await in_thread(partial(self._start, cancellation, *args, **kwargs))
+        except asyncio.CancelledError:
+            cancellation.cancel()
+            raise
+        return state
+
+    @overload
+    def run_batch(
+        self,
+        batch_kwargs: Sequence[Any],
+        *,
+        on_error: Literal["raise"] = "raise",
+        num_threads: int | Literal["auto"] = "auto",
+        progress_bar: bool = False,
+        **kwargs: Any,
+    ) -> list[State]: ...
+    @overload
+    def run_batch(
+        self,
+        batch_kwargs: Sequence[Any],
+        *,
+        on_error: Literal["return"],
+        num_threads: int | Literal["auto"] = "auto",
+        progress_bar: bool = False,
+        **kwargs: Any,
+    ) -> list[State | Exception]: ...
     def run_batch(
         self,
         batch_kwargs: Sequence[Any],
@@ -96,8 +159,9 @@ class Program(SglFunction):
     ) -> list[Any]:
         """Run the program once per row (a dict of arguments, or a tuple); results in order.
 
-        A failing row never touches the others. With on_error="return" its exception stands in its
-        place; with "raise" the first one (in order) is raised after all rows have run.
+        With on_error="return" a failing row never touches the others and its exception stands in
+        its place. With "raise" it is raised, no further row begins, and those that run are
+        cancelled; so they are when the call is interrupted.
         """
         if on_error not in ("raise", "return"):
             raise InvalidStateRequest(f'on_error={on_error!r}: "raise" or "return"')
@@ -107,18 +171,30 @@ class Program(SglFunction):
         kwargs["backend"] = resolve_backend(kwargs.get("backend"))
         threads = 64 if num_threads == "auto" else int(num_threads)
 
-        def one(row: Mapping[str, Any]) -> Any:
-            try:
-                return self.run(**row, **kwargs)
-            except Exception as error:
-                return error
+        def one(row: Mapping[str, Any], cancellation: Cancellation) -> Any:
+            return self._start(cancellation, **row, **kwargs)
 
-        with ThreadPoolExecutor(min(threads, len(rows))) as pool:
-            results = list(_progress(pool.map(one, rows), len(rows), progress_bar))
-        failed = [result for result in results if isinstance(result, BaseException)]
-        if failed and on_error == "raise":
-            raise failed[0]
-        return results
+        return run_rows(
+            rows,
+            one,
+            threads,
+            lambda error: on_error == "raise" or not isinstance(error, Exception),
+            partial(_progress, total=len(rows), show=progress_bar),
+        )
+
+    def trace(
+        self, *args: Any, nodes: int = NODES, answers: Answers | None = None, **kwargs: Any
+    ) -> Trace:
+        """What the program would do, without a server; print it.
+
+        Gens answer with a placeholder, or with the text (or one text after another) that `answers`
+        has for their name; selects take the first choice, `best` the first branch. What the program
+        raises on them is in the trace. Its own Python code runs as always. Raises TraceLimit when
+        it says more than `nodes` nodes.
+        """
+        sampling = self._sampling(kwargs)
+        arguments = {**kwargs, **self.bind_arguments}
+        return trace_program(self.func, args, arguments, sampling, nodes, answers)
 
     def _row(self, row: Any) -> dict[str, Any]:
         if isinstance(row, Mapping):
@@ -157,27 +233,25 @@ def _drive(
 ) -> None:
     """Run the program's function to its end, settle its branches, free its owner."""
     executor = state.stream_executor
-    failed = True
+    owner = executor.owner
     try:
         state.ret_value = func(state, *args, **kwargs)
-        _raise_unseen(executor.owner)
-        failed = False
+        _raise_unseen(owner)
+        if not keep:
+            state.release()
     except BaseException as error:
         executor.fail(error)
+        for each in owner.branches():
+            each.end(cancel=True)
+        owner.close_at_once()
         if not in_thread:
             raise
     finally:
-        if failed or not keep:
-            for each in list(executor.owner.executors):
-                each.end(cancel=failed)
-            for each in list(executor.owner.executors):
-                each.drain()
-            executor.owner.close()
         executor.finish_program()
 
 
 def _raise_unseen(owner: Owner) -> None:
-    for executor in list(owner.executors):
+    for executor in owner.branches():
         executor.drain()
         if executor.error_ is not None and not executor.was_raised:
             executor.sync()
@@ -201,18 +275,7 @@ def resolve_backend(backend: Any) -> StateBackend:
     return chosen
 
 
-_pool: ThreadPoolExecutor | None = None
-
-
-def _async_pool() -> ThreadPoolExecutor:
-    global _pool
-    with _choosing:
-        if _pool is None:
-            _pool = ThreadPoolExecutor(256, thread_name_prefix="sgl_rwttt arun")
-        return _pool
-
-
-def _progress(results: Iterable[Any], total: int, show: bool) -> Iterable[Any]:
+def _progress(results: Iterable[Any], *, total: int, show: bool) -> Iterable[Any]:
     if not show:
         return results
     import tqdm
@@ -221,16 +284,18 @@ def _progress(results: Iterable[Any], total: int, show: bool) -> Iterable[Any]:
 
 
 @overload
-def function(func: Callable[..., Any]) -> Program: ...
+def function(func: Callable[Concatenate[State, P], Any]) -> Program[P]: ...
 @overload
-def function(func: None = None) -> Callable[[Callable[..., Any]], Program]: ...
+def function(
+    func: None = None,
+) -> Callable[[Callable[Concatenate[State, P], Any]], Program[P]]: ...
 def function(
     func: Callable[..., Any] | None = None,
-) -> Program | Callable[[Callable[..., Any]], Program]:
-    """Make a program of a function whose first argument is `s`."""
+) -> Program[...] | Callable[[Callable[..., Any]], Program[...]]:
+    """Make a program of a function whose first argument is `s`; a decorator."""
     return Program if func is None else Program(func)
 
 
 def set_default_backend(backend: StateBackend | None) -> None:
-    """Run programs on `backend` unless they name another."""
+    """Run programs on `backend` unless they name another; None: on the embedded model."""
     global_config.default_backend = backend

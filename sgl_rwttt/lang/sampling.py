@@ -19,7 +19,8 @@ from .transport import Json
 
 FIELDS = tuple(f.name for f in dataclasses.fields(SglSamplingParams))
 _REGEX = {"int": REGEX_INT, "float": REGEX_FLOAT, "str": REGEX_STR, "bool": REGEX_BOOL}
-_REQUEST_FIELDS = ("return_logprob", "logprob_start_len", "top_logprobs_num")
+# Fields beside the sampling parameters, with SGLang's defaults.
+REQUEST_FIELDS: Json = {"return_logprob": False, "logprob_start_len": -1, "top_logprobs_num": 0}
 
 # All ids must come back as sampled: the client trims stops from text and lineage together.
 COMPLETE = {
@@ -59,7 +60,7 @@ def lower(params: SglSamplingParams) -> tuple[Json, Json, list[str]]:
         stop_token_ids=list(params.stop_token_ids or ()),
         stop_regex=_listed(params.stop_regex),
     )
-    fields = {k: v for k in _REQUEST_FIELDS if (v := getattr(params, k)) is not None}
+    fields = {k: v for k in REQUEST_FIELDS if (v := getattr(params, k)) is not None}
     return sampling, fields, stops
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from sgl_rwttt.core.errors import (
     ForeignOwner,
@@ -19,6 +19,7 @@ from .answer import Score
 from .branches import Branches
 from .checkpoint import Checkpoint, Mark
 from .executor import StateExecutor
+from .history import Event, history_of
 from .ledger import Pin
 from .observable import Observable
 from .steps import Step
@@ -40,11 +41,11 @@ class State(Observable):
 
     # Branching
 
-    def fork(self, size: int = 1, at: Place = None, **_ignored: Any) -> Branches:
-        """`size` branches from here, or from an earlier checkpoint; the parent stays usable.
+    def fork(self, size: int = 1, at: Place = None) -> Branches:
+        """`size` branches from here, or from a checkpoint `at`; this state stays usable.
 
-        What is pending is consumed first, once, by the parent. Raises StateCapacity,
-        RollbackBeyondRetention, ForeignOwner.
+        What is pending is consumed first, once, by this state. Raises StateCapacity,
+        RollbackBeyondRetention, ForeignOwner for a checkpoint of another run.
         """
         if size < 1:
             raise InvalidStateRequest(f"fork({size}): at least one branch")
@@ -53,6 +54,7 @@ class State(Observable):
         else:
             checkpoint = self._place(at)
             mark, pin = checkpoint.mark, checkpoint.pin
+            self.sync()  # a freeze may be queued, and the branches are born in the present mode
         return Branches([self._child(mark) for _ in range(size)], self, pin)
 
     def keep(self, branch: State) -> None:
@@ -64,6 +66,7 @@ class State(Observable):
         ours, theirs = self.stream_executor, branch.stream_executor
         if theirs.parent is not ours:
             raise ForeignOwner("keep takes a branch of this state", owner=ours.owner.name)
+        ours.sync()  # a freeze may be queued
 
         def mark() -> Mark:
             if theirs.mode is not ours.mode:
@@ -74,7 +77,10 @@ class State(Observable):
 
     @contextmanager
     def peek(self) -> Iterator[State]:
-        """A scratch branch in read mode: nothing of it stays but what the program takes out."""
+        """A scratch branch in read mode: nothing of it stays but what the program takes out.
+
+        Raises ReadOnlyState inside, for what would write.
+        """
         with self.fork(1) as branches:
             executor = branches[0].stream_executor
             executor.frozen_depth = executor.locked_depth = 1
@@ -89,7 +95,11 @@ class State(Observable):
     # Going back
 
     def checkpoint(self, name: str | None = None) -> Checkpoint:
-        """Retain this place; what is pending is consumed first. Raises StateCapacity."""
+        """Retain this place, to come back to it or to fork from it; pending text is consumed first.
+
+        It is retained while the returned object lives. `name` is another way to say it, for this
+        branch and those forked from it later. Raises StateCapacity.
+        """
         mark, pin = self._settled_mark()
         self._last = Checkpoint(name, self.stream_executor.owner, mark, pin)
         if name is not None:
@@ -119,7 +129,7 @@ class State(Observable):
 
     @contextmanager
     def frozen(self) -> Iterator[State]:
-        """A region in read mode."""
+        """A region in read mode; it yields this state."""
         self.freeze()
         try:
             yield self
@@ -129,7 +139,7 @@ class State(Observable):
 
     # Writing and clearing
 
-    def adapt(self, x: str, epochs: int = 1, context: str = "clear") -> None:
+    def adapt(self, x: str, epochs: int = 1, context: Literal["clear", "keep"] = "clear") -> None:
         """Write a text into the state, `epochs` times.
 
         With context="clear" the context ends each time and only the committed version stays; a
@@ -145,7 +155,7 @@ class State(Observable):
             )
         self._queue(partial(self.stream_executor.adapt, x, epochs, context == "keep"))
 
-    def clear_context(self, tail: str = "drop") -> None:
+    def clear_context(self, tail: Literal["drop", "commit"] = "drop") -> None:
         """Empty the context: KV, position, text and messages go, the committed version stays.
 
         `tail` says what becomes of the evidence that is not yet a version: "drop", or "commit"
@@ -156,7 +166,7 @@ class State(Observable):
         self._queue(partial(self.stream_executor.clear, tail))
 
     def flush(self) -> None:
-        """Have the server consume everything said so far."""
+        """Have the server consume everything said so far; raises what went wrong with it."""
         self.stream_executor.ask(self.stream_executor.settle)
 
     def commit(self) -> None:
@@ -177,29 +187,31 @@ class State(Observable):
     # Files
 
     def snapshot(self, name: str, kv: bool = False, replace: bool = False) -> dict[str, Any]:
-        """Save the committed version to a file in the server's `--ttt-snapshot-dir`.
+        """Save the state to a file in the server's `--ttt-snapshot-dir`.
 
-        What is pending is consumed first. The file holds what `clear_context` would keep; the
-        answer says so: version, tail_dropped, bytes. An existing file is refused unless `replace`.
-        Raises UnsupportedByRule for `kv`, StateCapacity, InvalidStateRequest.
+        What is pending is consumed first. Without `kv` the file holds what `clear_context` would
+        keep, and the answer says so: version, tail_dropped, bytes. With `kv` it holds the context
+        too: tail, tokens, KV, text, messages and role; what the server has lost of it is computed
+        again first. An existing file is refused unless `replace`. Raises StateCapacity,
+        RollbackBeyondRetention, InvalidStateRequest.
         """
-        if kv:
-            raise UnsupportedByRule(
-                "snapshot(kv=True): a file holds the weights only, not the context; save the text "
-                "beside it and say it again"
-            )
         executor = self.stream_executor
-        answer: dict[str, Any] = executor.ask(partial(executor.snapshot, name, replace))
+        answer: dict[str, Any] = executor.ask(partial(executor.snapshot, name, replace, kv))
         return answer
 
-    def restore(self, name: str) -> dict[str, Any]:
-        """Go to the empty context on a saved version; the text and what is pending are dropped.
+    def restore(self, name: str, kv: bool | None = None) -> dict[str, Any]:
+        """Go to where a snapshot was saved; the text and what is pending are dropped.
+
+        A file with a context puts the program in the middle of it, with its text, messages and
+        role, and without computing it again; the answer says what was loaded and what was there.
+        `kv=False` takes the weights of such a file alone, in an empty context; `kv=True` refuses
+        a file without a context.
 
         Python variables, named results and checkpoints stay. Raises ReadOnlyState in a frozen
         region, IncompatibleSnapshot naming the field, UnknownState, StateCapacity.
         """
         executor = self.stream_executor
-        answer: dict[str, Any] = executor.ask(partial(executor.restore, name))
+        answer: dict[str, Any] = executor.ask(partial(executor.restore, name, kv))
         return answer
 
     # Asking
@@ -208,7 +220,8 @@ class State(Observable):
         """Log-probabilities of `text` here, read only: the state does not move.
 
         In an empty context the text's first token (the BOS, where the tokenizer adds one) has
-        nothing to be predicted from and is not counted. What is pending is consumed first.
+        nothing to be predicted from and is not counted. What is pending is consumed first. Raises
+        InvalidStateRequest for a text without a token to predict.
         """
         executor = self.stream_executor
 
@@ -219,10 +232,22 @@ class State(Observable):
         score: Score = executor.ask(run)
         return score
 
+    def history(self) -> tuple[Event, ...]:
+        """The requests of this branch and where they ended, from the root of the context to now.
+
+        What was rolled back is not in it, nor what is pending. The server is not asked.
+        """
+        self.sync()
+        places = {name: checkpoint.mark.cursor for name, checkpoint in self._named.items()}
+        return history_of(self.stream_executor.cursor, places)
+
     # The end
 
     def release(self) -> None:
-        """Free the owner: every branch and checkpoint of the run. Idempotent."""
+        """Free the owner: every branch and checkpoint of the run. Idempotent.
+
+        Needed after `run(keep=True)` only.
+        """
         owner = self.stream_executor.owner
         for executor in list(owner.executors):
             executor.end()
@@ -245,6 +270,11 @@ class State(Observable):
         """Let go of this branch's checkpoints (those that the program holds stay)."""
         self._last, self._named = None, {}
 
+    @property
+    def checkpoints(self) -> Mapping[str, Checkpoint]:
+        """This branch's named checkpoints."""
+        return self._named
+
     def _queue(self, run: Any) -> None:
         self.stream_executor.submit(Step(run))
 
@@ -261,7 +291,7 @@ class State(Observable):
 
     def _child(self, mark: Mark) -> State:
         ours = self.stream_executor
-        executor = StateExecutor(
+        executor = type(ours)(
             ours.backend,
             ours.owner,
             ours.arguments,
@@ -273,7 +303,7 @@ class State(Observable):
         mark.restore(executor)
         executor.fork_start_text_pos = len(mark.text)
         executor.frozen_depth, executor.locked_depth = ours.frozen_depth, ours.locked_depth
-        child = State(executor)
+        child = type(self)(executor)
         child._last, child._named = self._last, dict(self._named)
         return child
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any
 
-from sglang.lang.ir import SglExpr, SglExprList, SglGen, SglSelect, SglVarScopeBegin
+from sglang.lang.ir import SglExpr, SglExprList, SglGen, SglSelect, SglVarScopeEnd
 
 from .sampling import check_single
 
@@ -19,6 +20,17 @@ class Step(SglExpr):
         super().__init__()
         self.run = run
         self.done: Future[Any] = Future()
+
+    def execute(self) -> None:
+        """Run it and hand its result to who waits."""
+        result = self.run()
+        with suppress(InvalidStateError):  # its branch was cancelled meanwhile
+            self.done.set_result(result)
+
+    def fail(self, error: BaseException) -> None:
+        """Hand `error` to who waits, unless it has run."""
+        with suppress(InvalidStateError):
+            self.done.set_exception(error)
 
 
 class Arrivals:
@@ -43,6 +55,12 @@ class Arrivals:
             self._missing = max(self._missing - 1, 0)
             self._changed.notify_all()
 
+    def give_up(self) -> None:
+        """Nothing will arrive any more."""
+        with self._changed:
+            self._missing = 0
+            self._changed.notify_all()
+
     def is_set(self) -> bool:
         """Whether nothing is missing."""
         with self._changed:
@@ -59,7 +77,7 @@ def variables_of(expr: Any) -> Iterator[str]:
     if isinstance(expr, SglExprList):
         for part in expr.expr_list:
             yield from variables_of(part)
-    elif isinstance(expr, SglGen | SglSelect | SglVarScopeBegin):
+    elif isinstance(expr, SglGen | SglSelect | SglVarScopeEnd):
         if isinstance(expr, SglGen):
             check_single(expr.sampling_params.n)
         if expr.name is not None:

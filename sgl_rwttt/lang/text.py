@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sgl_rwttt.core.errors import InvalidStateRequest
+
 HOLE = "\ufffd"  # what an incomplete character decodes to
 _TAIL = 6  # tokens of context that settle how the next ones decode
 
@@ -28,8 +30,14 @@ class TokenText:
         self.prefix = _added_prefix(tokenizer)
 
     def encode(self, text: str, at_root: bool) -> list[int]:
-        """Ids of `text` alone; only at the root of a context with the tokenizer's BOS."""
-        ids = list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
+        """Ids of `text` alone; only at the root of a context with the tokenizer's BOS.
+
+        Raises InvalidStateRequest for half a surrogate pair.
+        """
+        try:
+            ids = list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
+        except (TypeError, UnicodeError):
+            raise InvalidStateRequest(f"{text[:40]!r} is no text that UTF-8 can hold") from None
         if at_root and ids[: len(self.prefix)] != self.prefix:
             return self.prefix + ids
         return ids
@@ -42,13 +50,18 @@ class TokenText:
         return str(decoded)
 
     def after(self, before: Sequence[int], ids: Sequence[int]) -> tuple[str, int]:
-        """(text of `ids` behind `before`, number of HOLEs at the end of `before` it replaces)."""
-        tail = list(before[-_TAIL:])
-        if not tail:
-            return self.decode(ids), 0
-        shown = self.decode(tail)
-        stable = shown.rstrip(HOLE)
-        return self.decode([*tail, *ids])[len(stable) :], len(shown) - len(stable)
+        """(text of `ids` behind `before`, number of HOLEs at the end of `before` it replaces).
+
+        A HOLE is replaced when the ids complete its character; one that stays is no part of the
+        text.
+        """
+        shown, whole = self._shown(before, ()), self._shown(before, ids)
+        stable = _agreement(shown, whole)
+        return whole[stable:], len(shown) - stable
+
+    def _shown(self, before: Sequence[int], ids: Sequence[int]) -> str:
+        seen = [*before[-_TAIL:], *ids]
+        return self.decode(seen) if seen else ""
 
     def settle(
         self, before: Sequence[int], ids: Sequence[int], reason: Mapping[str, Any], stops: list[str]
@@ -64,13 +77,14 @@ class TokenText:
         text, mended = self.after(before, ids)
         cut = first_stop(text, stops) if isinstance(matched, str) else None
         if cut is None:
-            return Settled(len(ids), text, "", mended) if ids else Settled(0, "", "", 0)
-        text = text[:cut]
-        for kept in range(len(ids), 0, -1):
-            covered, _ = self.after(before, ids[:kept])
-            if text.startswith(covered):
-                return Settled(kept, text, text[len(covered) :], mended)
-        return Settled(0, "", "", 0) if mended else Settled(0, text, text, 0)
+            return Settled(len(ids), text, "", mended)
+        whole = self._shown(before, ids)
+        whole = whole[: len(whole) - len(text) + cut]
+        for kept in range(len(ids), -1, -1):
+            covered = self._shown(before, ids[:kept])
+            if whole.startswith(covered):
+                return Settled(kept, text[:cut], whole[len(covered) :], mended)
+        return Settled(0, "", "", 0)
 
     def speakable(self, text: str, stops: list[str]) -> str:
         """The part of a growing answer that no later token can take back."""
@@ -85,6 +99,14 @@ def first_stop(text: str, stops: list[str]) -> int | None:
     """Position of the earliest stop string in `text`."""
     found = [at for at in (text.find(stop) for stop in stops if stop) if at >= 0]
     return min(found, default=None)
+
+
+def _agreement(one: str, other: str) -> int:
+    """Length of the longest common beginning."""
+    for n, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return n
+    return min(len(one), len(other))
 
 
 def _overlap(text: str, stop: str) -> int:

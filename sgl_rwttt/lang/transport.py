@@ -29,6 +29,13 @@ class Transport(Protocol):
     def generate_stream(self, payload: Json) -> Iterator[Json]:
         """The growing answer; `output_ids` of the last item are complete."""
 
+    def generate_siblings(self, payload: Json) -> Iterator[Json]:
+        """Requests of one parent in one streamed payload, each finishing by itself.
+
+        Items are those of `generate_stream` with an `index`; an error of one request is an item
+        too (see `checked`). Raises when the payload as a whole is refused.
+        """
+
     def control(self, op: str, args: Json) -> Json:
         """A control verb: open, close, drop, unpin, state."""
 

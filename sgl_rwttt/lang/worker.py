@@ -12,7 +12,7 @@ from typing import Any
 from sglang.lang.interpreter import StreamExecutor
 from sglang.lang.ir import SglSamplingParams
 
-from sgl_rwttt.core.errors import OwnerReleased
+from sgl_rwttt.core.errors import OwnerReleased, StateError
 
 from .backend import StateBackend
 from .owner import Owner
@@ -23,7 +23,7 @@ class BranchWorker(StreamExecutor):
     """Runs what is submitted in order, in a worker thread, or at once without one.
 
     The first error ends the branch: what is queued is skipped, and every later use raises that
-    error.
+    error. A cancelled branch wakes everybody who waits for it, whatever its worker is doing.
     """
 
     backend: StateBackend
@@ -48,7 +48,9 @@ class BranchWorker(StreamExecutor):
         use_thread: bool = True,
     ) -> None:
         self._ended = True  # until the constructor is through
-        self._cancelled = False
+        self._is_cancelled = False
+        self._asked: set[Step] = set()  # steps that somebody waits for
+        self._runner: threading.Thread | None = None  # who runs the present expression
         self._lock = threading.Lock()
         self._failed: set[str] = set()
         self._open: Counter[str] = Counter()  # variables that the running expression still owes
@@ -90,10 +92,12 @@ class BranchWorker(StreamExecutor):
     def ask(self, run: Callable[[], Any]) -> Any:
         """Queue `run` and wait for what it returns."""
         step = Step(run)
-        self.submit(step)
+        self._asked.add(step)
         try:
+            self.submit(step)
             return step.done.result()
         finally:
+            self._asked.discard(step)
             self.was_raised = self.was_raised or self.error_ is not None
 
     def sync(self) -> None:
@@ -102,12 +106,21 @@ class BranchWorker(StreamExecutor):
         self._check()
 
     def drain(self) -> None:
-        """Wait until everything queued has run or was skipped; never raises."""
-        if self.use_thread and threading.current_thread() is not self.worker:
-            if self._ended:
-                self.worker.join()
-            else:
-                self.queue.join()
+        """Wait until everything queued has run or was skipped; never raises.
+
+        A cancelled branch is not waited for.
+        """
+        if not self.use_thread or threading.current_thread() is self.worker:
+            return
+        with self.queue.all_tasks_done:
+            self.queue.all_tasks_done.wait_for(lambda: self._is_cancelled or not self._is_busy)
+        if self._ended and not self._is_cancelled:
+            self.worker.join()
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether something is queued or runs."""
+        return self.use_thread and self.queue.unfinished_tasks > 0
 
     def error(self) -> BaseException | None:
         """The branch's error, None when there is none; does not raise."""
@@ -119,6 +132,31 @@ class BranchWorker(StreamExecutor):
         """End the branch with `error` from outside (its program raised)."""
         if self.error_ is None:
             self.error_ = error
+        self._notify()
+
+    def cancel(self, error: BaseException | None = None) -> None:
+        """Skip what is queued, give up what runs, and raise `error` to all who wait; never blocks.
+
+        Callable from any thread; without an error of its own it is OwnerReleased.
+        """
+        with self._lock:
+            if self._is_cancelled:
+                return
+            self._is_cancelled = True
+            if self.error_ is None:
+                self.error_ = error or OwnerReleased("the run was cancelled", owner=self.owner.name)
+                self.was_raised = error is None
+        if self._runner is not None:
+            self.owner.stop(self._runner)
+        for name, event in list(self.variable_event.items()):
+            if not event.is_set():
+                self._failed.add(name)
+                event.give_up()
+        for step in list(self._asked):
+            step.fail(self.error_)
+        if self.use_thread:
+            with self.queue.all_tasks_done:
+                self.queue.all_tasks_done.notify_all()
         self._notify()
 
     def finish_program(self) -> None:
@@ -148,7 +186,7 @@ class BranchWorker(StreamExecutor):
         def is_done() -> bool:
             event = None if name is None else self.variable_event.get(name)
             is_set = event is not None and event.is_set()
-            return is_set or self.is_over or bool(self.is_finished)
+            return is_set or self.is_over or self._is_cancelled or bool(self.is_finished)
 
         with self.progress:
             self.progress.wait_for(lambda: len(value()) != length or is_done())
@@ -165,14 +203,20 @@ class BranchWorker(StreamExecutor):
         return self.meta_info.get(name)
 
     def end(self, cancel: bool = False) -> None:
-        """Run what is queued (or skip it), then let go of the place. Idempotent; does not wait."""
-        if getattr(self, "_ended", True):  # True: the constructor did not get far
+        """Run what is queued (or cancel it), then let go of the place. Idempotent; does not wait.
+
+        With `cancel` the requests in flight end with the next `Owner.abort`, or with the owner.
+        """
+        if getattr(self, "_ended", True) and not cancel:  # True: the constructor did not get far
             return
+        if cancel:
+            self.was_raised = True  # of an error that ends its program, or its fork, with others
+            if self._is_busy:
+                self.cancel()
         with self._lock:
             if self._ended:
                 return
             self._ended = True
-            self._cancelled = cancel
             if self.use_thread:
                 self.queue.put(None)
                 return
@@ -181,10 +225,15 @@ class BranchWorker(StreamExecutor):
     # Running
 
     def _thread_worker_func(self) -> None:
-        while (expr := self.queue.get()) is not None:
-            self._run(expr)
-            self.queue.task_done()
-            del expr  # it may hold nodes that nobody else needs
+        try:
+            while (expr := self.queue.get()) is not None:
+                self._run(expr)
+                self.queue.task_done()
+                del expr  # it may hold nodes that nobody else needs
+        except BaseException as error:  # of this loop, not of an expression
+            died = StateError(f"the branch's worker died: {error!r}", owner=self.owner.name)
+            died.__cause__ = error
+            self.cancel(died)
         try:
             self._finish()
         finally:
@@ -198,14 +247,13 @@ class BranchWorker(StreamExecutor):
 
     def _run(self, expr: Any) -> None:
         self._open = Counter(variables_of(expr))
-        if self._cancelled and self.error_ is None:
-            self.error_ = OwnerReleased("the run ended first", owner=self.owner.name)
-            self.was_raised = True
+        self._runner = threading.current_thread()
         try:
             if self.error_ is None:
                 self._execute(expr)
         except BaseException as error:
-            self.error_ = error
+            if self.error_ is None:
+                self.error_ = error
         if self.error_ is not None:
             self._skip(expr, self.error_)
         self._notify()
@@ -214,8 +262,8 @@ class BranchWorker(StreamExecutor):
         for name in list(self._open.elements()):
             self._failed.add(name)
             self._arrived(name)
-        if isinstance(expr, Step) and not expr.done.done():
-            expr.done.set_exception(error)
+        if isinstance(expr, Step):
+            expr.fail(error)
 
     def _check(self) -> None:
         if self.error_ is not None:
@@ -238,7 +286,12 @@ class BranchWorker(StreamExecutor):
             return
         with self.progress:
             self.progress.wait_for(
-                lambda: name in self.variable_event or name in self.variables or self.is_over
+                lambda: (
+                    name in self.variable_event
+                    or name in self.variables
+                    or self.is_over
+                    or self._is_cancelled
+                )
             )
 
     def _let_go(self) -> None:

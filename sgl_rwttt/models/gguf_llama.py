@@ -1,4 +1,4 @@
-"""A llama-architecture GGUF file as the parts of a Hugging Face checkpoint.
+"""A llama-architecture GGUF file as a Hugging Face checkpoint.
 
 The file is parsed once and read with the ``gguf`` package alone: transformers' own reader gives the
 same weights (a test compares them), but parses the file three times and needs accelerate.
@@ -6,17 +6,16 @@ same weights (a test compares them), but parses the file three times and needs a
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+
+from .checkpoint import Checkpoint, json_text
 
 _TENSORS = {
     "token_embd": "model.embed_tokens",
@@ -37,17 +36,6 @@ _BLOCK_TENSORS = {
 _CONTROL = 3  # value of tokenizer.ggml.token_type for special tokens
 
 
-@dataclass(frozen=True)
-class LlamaParts:
-    """A checkpoint in memory, float32. Its tensors belong to the holder and may be added to."""
-
-    config: dict[str, Any]  # the content of config.json
-    weights: dict[str, Tensor]  # by Hugging Face name; no lm_head when the embeddings are tied
-    tokenizer: Tokenizer
-    tokenizer_config: dict[str, Any]
-    chat_template: str
-
-
 def open_gguf(path: Path) -> gguf.GGUFReader:
     """Parse the file; raises ValueError for another architecture or tokenizer than SmolLM2's."""
     reader = gguf.GGUFReader(path)
@@ -62,29 +50,22 @@ def open_gguf(path: Path) -> gguf.GGUFReader:
     return reader
 
 
-def read_parts(reader: gguf.GGUFReader) -> LlamaParts:
-    """Config, weights and tokenizer of an opened file."""
+def read_checkpoint(reader: gguf.GGUFReader) -> Checkpoint:
+    """Config, weights and tokenizer of an opened file; ValueError for a tensor of another model."""
     config = _config(reader)
     tokenizer, tokenizer_config = _tokenizer(reader)
-    template = str(_value(reader, "tokenizer.chat_template"))
-    return LlamaParts(config, _weights(reader, config), tokenizer, tokenizer_config, template)
-
-
-def write_folder(folder: Path, parts: LlamaParts, dtype: str) -> None:
-    """Write config, weights in ``dtype`` and the tokenizer's files into an existing folder."""
-    kind = getattr(torch, dtype)
-    tensors = {name: tensor.to(kind).contiguous() for name, tensor in parts.weights.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     ids = ("bos_token_id", "eos_token_id", "pad_token_id")
-    _write_json(folder / "config.json", {**parts.config, "dtype": dtype})
-    _write_json(folder / "generation_config.json", {key: parts.config[key] for key in ids})
-    _write_json(folder / "tokenizer_config.json", parts.tokenizer_config)
-    (folder / "chat_template.jinja").write_text(parts.chat_template, encoding="utf-8")
-    parts.tokenizer.save(str(folder / "tokenizer.json"))
+    files: dict[str, str | Path] = {
+        "generation_config.json": json_text({key: config[key] for key in ids}),
+        "tokenizer_config.json": json_text(tokenizer_config),
+        "chat_template.jinja": str(_value(reader, "tokenizer.chat_template")),
+        "tokenizer.json": tokenizer.to_str(pretty=True),
+    }
 
+    def encode(text: str, special: bool) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=special).ids)
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return Checkpoint(config, _weights(reader, config), encode, files, "float32")
 
 
 def _value(reader: gguf.GGUFReader, key: str) -> Any:
@@ -124,12 +105,15 @@ def _config(reader: gguf.GGUFReader) -> dict[str, Any]:
 
 
 def _hugging_face_name(name: str) -> str:
-    """``blk.3.attn_q.weight`` -> ``model.layers.3.self_attn.q_proj.weight``, else KeyError."""
-    if not name.startswith("blk."):
-        stem, _, kind = name.rpartition(".")
-        return f"{_TENSORS[stem]}.{kind}"
-    _, layer, stem, kind = name.split(".")
-    return f"model.layers.{layer}.{_BLOCK_TENSORS[stem]}.{kind}"
+    """``blk.3.attn_q.weight`` -> ``model.layers.3.self_attn.q_proj.weight``, else ValueError."""
+    try:
+        if not name.startswith("blk."):
+            stem, _, kind = name.rpartition(".")
+            return f"{_TENSORS[stem]}.{kind}"
+        _, layer, stem, kind = name.split(".")
+        return f"model.layers.{layer}.{_BLOCK_TENSORS[stem]}.{kind}"
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"tensor {name!r} does not belong to a plain llama model") from error
 
 
 def _weights(reader: gguf.GGUFReader, config: dict[str, Any]) -> dict[str, Tensor]:

@@ -22,8 +22,8 @@ def export_adapter(snapshot: Path, folder: Path, base_model: str) -> None:
         alpha = re.fullmatch(r"lora_delta .*\balpha=(\S+) .*", rule)
         if alpha is None:
             snapshot_file.refuse("rule", f"{rule[:80]!r} is not lora_delta")
-        layout = snapshot_file.stored_layout(header)
-        if not layout:
+        sections = snapshot_file.stored_sections(header)
+        if not sections.version:
             snapshot_file.refuse("shapes", "the state is still what every owner starts from")
-        tensors = snapshot_file.read_tensors(file, header, layout)
+        tensors = snapshot_file.read_section(file, header, sections, "version")
     save_adapter(folder, tensors, float(alpha[1]), base_model)

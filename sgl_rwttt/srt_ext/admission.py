@@ -18,6 +18,7 @@ from sgl_rwttt.core.errors import (
 from sgl_rwttt.core.spans import ModeSpans
 from sgl_rwttt.core.versions import Version
 
+from .aborts import check_rid
 from .arguments import shown
 from .limits import check_branches, check_roots
 from .lineage import RequestLineage
@@ -47,6 +48,8 @@ def admit(runtime: TTTRuntime, sessions: Any, recv_req: Any) -> RequestLineage |
     in_session = session_params is not None and session_params.id is not None
     if params.mode is None:
         _refuse_state(params, session=in_session)
+        if not runtime.backend.stateless:
+            raise UnsupportedByRule("this model is nothing without its state: leave ttt_mode out")
         return None
     if not in_session:
         return _anonymous(runtime, recv_req, params)
@@ -127,9 +130,10 @@ def _in_session(
             owner=owner,
             branch=recv_req.rid,
         )
+    check_rid(session, recv_req.rid)
     if params.clear == "commit":
         raise UnsupportedByRule(
-            "In-Place TTT writes complete chunks only: clear with tail='drop'", owner=owner
+            "the rule writes complete chunks only: clear with tail='drop'", owner=owner
         )
     check_branches(session)
     if params.clear is not None:
@@ -139,6 +143,7 @@ def _in_session(
         root, spans = _session_root(runtime, owner, given, params), ModeSpans()
     else:
         root, spans, starts = _continue(runtime, sessions, session, given, params)
+    kept = len(spans)
     spans.append(len(recv_req.input_ids), params.mode)
     if len(spans) == 0:
         raise InvalidStateRequest("the request has no tokens", owner=owner)
@@ -153,7 +158,7 @@ def _in_session(
         pin=params.pin,
         clear=params.clear,
     )
-    lineage.starts = starts
+    lineage.starts, lineage.kept = starts, kept
     return lineage
 
 

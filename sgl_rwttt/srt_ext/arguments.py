@@ -7,7 +7,7 @@ from typing import Any
 
 from sgl_rwttt.core.errors import InvalidStateRequest
 
-from .limits import MAX_ARGUMENTS, MAX_TEXT
+from .limits import MAX_ARGUMENTS, MAX_NAMES, MAX_TEXT
 
 
 def pack(args: dict[str, Any]) -> str:
@@ -44,11 +44,29 @@ def text(args: dict[str, Any], key: str) -> str:
     return value
 
 
+def names(args: dict[str, Any], key: str) -> list[str]:
+    """A list of at most ``MAX_NAMES`` strings, each as `text` takes it."""
+    value = args.get(key)
+    if not isinstance(value, list) or len(value) > MAX_NAMES:
+        raise InvalidStateRequest(
+            f"{key!r} must be a list of at most {MAX_NAMES} strings, got {shown(value)}"
+        )
+    return [text({key: item}, key) for item in value]
+
+
 def integer(args: dict[str, Any], key: str) -> int | None:
     """A whole number, None when it is not given; true and false are none."""
     value = args.get(key)
     if value is not None and type(value) is not int:
         raise InvalidStateRequest(f"{key!r} must be an integer, got {shown(value)}")
+    return value
+
+
+def flag(args: dict[str, Any], key: str) -> bool | None:
+    """True or false, None when it is not given."""
+    value = args.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise InvalidStateRequest(f"{key!r} must be true or false, got {shown(value)}")
     return value
 
 

@@ -14,16 +14,19 @@ from types import SimpleNamespace
 from typing import Any
 
 from sgl_rwttt.backends.in_place import InPlaceConfig
+from sgl_rwttt.backends.streaming_config import MODEL_TYPE, StreamingConfig
 
 from .options import TTTOptions
+from .streaming_checkpoint import (
+    CheckpointError,
+    check_streaming_weights,
+    is_streaming,
+    streaming_rule,
+)
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 CONV_TAPS = 5
 _MAX_HEADER_BYTES = 100_000_000
-
-
-class CheckpointError(ValueError):
-    """A TTT checkpoint that cannot be served; the message names the key or the tensor."""
 
 
 def read_config(model_path: str, overrides: str | None = None) -> dict[str, Any]:
@@ -37,7 +40,7 @@ def read_config(model_path: str, overrides: str | None = None) -> dict[str, Any]
 
 def is_ttt(config: dict[str, Any]) -> bool:
     """Whether a config asks for test-time training; raises CheckpointError for a non-boolean."""
-    flag = config.get("ttt_mode", False)
+    flag = config.get("ttt_mode", is_streaming(config))
     if not isinstance(flag, bool):
         raise CheckpointError(f"config key ttt_mode must be true or false, got {flag!r}")
     return flag
@@ -96,6 +99,11 @@ def check_adapters(config: dict[str, Any], options: TTTOptions) -> None:
     """
     from .rules import lora_config
 
+    if is_streaming(config):
+        raise CheckpointError(
+            f"--ttt-backend=lora_delta cannot be combined with model_type {MODEL_TYPE!r}, whose "
+            "layers are a state themselves"
+        )
     if is_ttt(config):
         raise CheckpointError(
             "--ttt-backend=lora_delta cannot be combined with ttt_mode: true, which asks for fast "
@@ -114,17 +122,21 @@ def _check_architecture(config: dict[str, Any], why: str) -> None:
         )
 
 
-def check_checkpoint(model_path: str, config: dict[str, Any]) -> InPlaceConfig:
+def check_checkpoint(model_path: str, config: dict[str, Any]) -> InPlaceConfig | StreamingConfig:
     """Validate a TTT checkpoint and return its rule's configuration.
 
     Raises CheckpointError or ValueError naming the config key, architecture or tensor. A folder
     without safetensors files is checked when its weights are loaded.
     """
+    folder = Path(model_path)
+    shapes = safetensors_shapes(folder) if folder.is_dir() else {}
+    if is_streaming(config):
+        streaming = streaming_rule(config)
+        if shapes:
+            check_streaming_weights(shapes, streaming)
+        return streaming
     _check_architecture(config, "ttt_mode is true")
     rule = InPlaceConfig.from_hf(SimpleNamespace(**config))
-    folder = Path(model_path)
-    if folder.is_dir():
-        shapes = safetensors_shapes(folder)
-        if shapes:
-            check_weights(shapes, rule)
+    if shapes:
+        check_weights(shapes, rule)
     return rule

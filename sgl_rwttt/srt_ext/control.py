@@ -13,7 +13,9 @@ from .options import TTTOptions
 
 OPERATIONS = (
     "open",
+    "renew",
     "close",
+    "abort",
     "drop",
     "unpin",
     "release_root",

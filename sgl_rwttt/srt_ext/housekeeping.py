@@ -7,7 +7,7 @@ import time
 from itertools import chain
 from typing import Any
 
-from .limits import keep_running_sessions
+from .limits import keep_named_sessions, keep_running_sessions
 from .logs import public_name
 
 logger = logging.getLogger(__name__)
@@ -22,10 +22,13 @@ class Housekeeping:
     _ttt_changed = True  # since the gauges were set
 
     def process_input_requests(self: Any, recv_reqs: list[Any]) -> None:
-        """Sessions time out here: one whose request runs or waits does not."""
-        if self.session_controller.sessions:
+        """Sessions time out here: not while a request runs or waits, or a message names them."""
+        if sessions := self.session_controller.sessions:
             running = (lineage.req for lineage in self.ttt.rows.values())
-            keep_running_sessions(chain(running, self.waiting_queue))
+            queued = self.grammar_manager.grammar_queue
+            keep_running_sessions(chain(running, self.waiting_queue, queued))
+            for message in recv_reqs:
+                keep_named_sessions(sessions, self._tokenized_requests(message) or [message])
         self._ttt_changed = self._ttt_changed or bool(recv_reqs)
         super().process_input_requests(recv_reqs)  # type: ignore[misc]
         self.refresh_metrics()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -15,6 +16,7 @@ MAX_ROOTS = 1024  # cleared contexts that one owner keeps open
 MAX_PARAMS = 64  # keys of custom_params
 MAX_TEXT = 256  # characters of an id or a name in a control verb
 MAX_ARGUMENTS = 64 * 1024  # bytes of a control verb's arguments
+MAX_NAMES = 1000  # owners that one renewal names, or requests that one abort does
 MAX_ROWS = 1000  # rows of a listing
 
 
@@ -56,6 +58,36 @@ def keep_running_sessions(reqs: Iterable[Any]) -> None:
     for req in reqs:
         if req.session is not None:
             req.session.last_active_time = now
+
+
+def keep_named_sessions(sessions: dict[str, Any], messages: Iterable[Any]) -> None:
+    """A session that a message names is not idle, also when the message had to wait until now."""
+    now = time.monotonic()
+    for message in messages:
+        for owner in _owners_named(message):
+            session = sessions.get(owner)
+            if session is not None:
+                session.last_active_time = now
+
+
+def _owners_named(message: Any) -> list[str]:
+    given = getattr(message, "session_params", None)
+    if given is not None:
+        return _strings([given.id])
+    if not hasattr(message, "op"):
+        return []
+    try:
+        args = json.loads(message.args)
+    except (ValueError, RecursionError):
+        return []  # the verb will say so
+    if not isinstance(args, dict):
+        return []
+    owners = args.get("owners")
+    return _strings([args.get("owner"), *(owners if isinstance(owners, list) else ())])
+
+
+def _strings(values: list[Any]) -> list[str]:
+    return [value for value in values if isinstance(value, str)]
 
 
 def retained_window(options: TTTOptions, fold_pages: int, bases: int) -> int | None:

@@ -9,6 +9,7 @@ from sgl_rwttt.core.candidate import Candidate
 from sgl_rwttt.core.chain import ContextChain
 from sgl_rwttt.core.effects import Effect
 from sgl_rwttt.core.errors import OwnerReleased, StateError, WriteFailed
+from sgl_rwttt.core.lineage import LineageClock
 from sgl_rwttt.core.owners import OwnerState
 from sgl_rwttt.core.retention import RetentionWindow
 from sgl_rwttt.core.spans import ModeSpans
@@ -17,6 +18,22 @@ from sgl_rwttt.core.versions import Version
 # A READ token's id in the radix tree: the same token read frozen has other KV than read in WRITE
 # mode wherever the state moved in between, so the two must not share a node.
 READ_KEY_OFFSET = 1 << 40
+
+
+def namespace(extra_key: str | None, root: bytes, default: bytes) -> str | None:
+    """The radix namespace of a context: KV depends on the root state, unless it is the default."""
+    return extra_key if root == default else f"{extra_key or ''}|ttt:{root.hex()}"
+
+
+def mode_keys(tokens: array[int], modes: ModeSpans) -> array[int]:
+    """``tokens`` as radix keys: READ tokens are shifted out of the WRITE tokens' range."""
+    if modes.all_write:
+        return tokens
+    keys = array("q", tokens)
+    for first, end, mode in modes.runs(0, len(tokens)):
+        if mode is Effect.READ:
+            keys[first:end] = array("q", [t + READ_KEY_OFFSET for t in keys[first:end]])
+    return keys
 
 
 class RequestLineage:
@@ -46,6 +63,7 @@ class RequestLineage:
         self.session = session
         self.pin = pin
         self.pinned = False  # whether ``pin`` is held in the store
+        self.kept = 0  # tokens of its parent's context that it goes on from
         self.starts: tuple[str, ...] = ()  # "forks", "rollbacks": how it continues its parent
         self.clear = clear
         self.prompt = len(spans)
@@ -72,14 +90,8 @@ class RequestLineage:
         return self.chain
 
     def key_tokens(self, tokens: array[int]) -> array[int]:
-        """``tokens`` as radix keys: READ tokens are shifted out of the WRITE tokens' range."""
-        if self.extend_to(len(tokens)).all_write:
-            return tokens
-        keys = array("q", tokens)
-        for first, end, mode in self.spans.runs(0, len(tokens)):
-            if mode is Effect.READ:
-                keys[first:end] = array("q", [t + READ_KEY_OFFSET for t in keys[first:end]])
-        return keys
+        """``tokens`` as radix keys; see ``mode_keys``."""
+        return mode_keys(tokens, self.extend_to(len(tokens)))
 
     def require_state(self) -> OwnerState:
         """The running state; raises OwnerReleased when the request does not run."""
@@ -138,14 +150,13 @@ class RequestLineage:
             self.req.discard_output_reason = self.req.to_finish = reason
             self.req.skip_radix_cache_insert = True
 
-    def report(self, state: OwnerState) -> dict[str, Any]:
-        """The state report at ``state``'s present point (JSON types only)."""
-        clock = state.clock
+    def report(self, clock: LineageClock) -> dict[str, Any]:
+        """The state report at a point (JSON types only)."""
         report: dict[str, Any] = {
             "owner": self.owner,
             "branch": self.branch,
             "root": self.root.id.hex(),
-            "version": state.version.number,
+            "version": clock.number,
             "tail": clock.rows,
             "position": clock.position,
             "mode": self.mode.value,
@@ -161,9 +172,13 @@ class RequestLineage:
 
     def close(self, state: OwnerState) -> None:
         """Keep the last report; the request stops running."""
-        self._final = self.report(state)
+        self.settle_at(state.clock)
         self.state = self.window = None
+
+    def settle_at(self, clock: LineageClock) -> None:
+        """The request stands finished at a point."""
+        self._final = self.report(clock)
 
     def current_report(self) -> dict[str, Any] | None:
         """The report of the running state, else the last one, else None (never ran)."""
-        return self._final if self.state is None else self.report(self.state)
+        return self._final if self.state is None else self.report(self.state.clock)

@@ -10,7 +10,7 @@ from sgl_rwttt.core.errors import IntegrityError
 from sgl_rwttt.core.holdings import Holding
 
 from .admission import find_session
-from .arguments import only, text
+from .arguments import flag, only, text
 from .limits import MAX_ROWS
 from .logs import public_name
 
@@ -34,9 +34,11 @@ def owners(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
 def owner(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
     """The lineage of one owner for whoever knows its id: the newest ``MAX_ROWS`` branches.
 
-    Raises UnknownOwner or OwnerReleased.
+    With ``memory`` also what it holds, and what of that nobody else does; that walks everybody's
+    references. Raises UnknownOwner or OwnerReleased.
     """
-    only(args, "owner")
+    only(args, "owner", "memory")
+    memory = flag(args, "memory")
     session = find_session(scheduler.ttt, scheduler.session_controller, text(args, "owner"))
     held = scheduler.ttt.store.holdings([session.session_id])[session.session_id]
     nodes = session.req_nodes
@@ -48,6 +50,7 @@ def owner(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
         "pins": list(islice(held.pins, MAX_ROWS)),
         "roots": [root.hex() for root in islice(held.roots, MAX_ROWS)],
         "truncated": max(len(nodes), len(held.pins), len(held.roots)) > MAX_ROWS,
+        **({"memory": _memory(scheduler, session)} if memory else {}),
     }
 
 
@@ -80,6 +83,34 @@ def _summary(scheduler: Any, session: Any, held: Holding) -> dict[str, Any]:
         "idle_s": 0.0 if held.running else round(now - session.last_active_time, 3),
         "timeout_s": session.timeout,
     }
+
+
+def _memory(scheduler: Any, session: Any) -> dict[str, int]:
+    """Slots and bytes that an owner reads, those that nobody else does, and its tokens."""
+    runtime, others = scheduler.ttt, Holding()
+    backend, owner = runtime.backend, session.session_id
+    held = runtime.store.holdings([owner], others)[owner]
+    own_pages, own_bases = len(held.pages - others.pages), len(held.bases - others.bases)
+    tokens = sum(_tokens(node.req) for node in session.req_nodes.values())
+    pool = scheduler.token_to_kv_pool_allocator
+    kv_bytes = int(sum(pool.get_kvcache().get_kv_size_bytes())) // (pool.size + pool.page_size)
+    return {
+        "pages": len(held.pages),
+        "own_pages": own_pages,
+        "bases": len(held.bases),
+        "own_bases": own_bases,
+        "state_bytes": len(held.pages) * backend.page_bytes + len(held.bases) * backend.base_bytes,
+        "own_bytes": own_pages * backend.page_bytes + own_bases * backend.base_bytes,
+        "context_tokens": tokens,
+        "kv_bytes": tokens * kv_bytes,
+    }
+
+
+def _tokens(req: Any) -> int:
+    """Tokens that a request read beyond those of its parent."""
+    lineage = getattr(req, "ttt", None)
+    report = None if lineage is None else lineage.current_report()
+    return 0 if report is None else max(0, report["position"] - lineage.kept)
 
 
 def _branch(node: Any) -> dict[str, Any]:

@@ -20,12 +20,16 @@ from .refusals import RADIX_BACKEND, refuse_unsupported
 from .seams import check_seams
 from .snapshot_folder import check_folder
 
-MODEL_PACKAGE = "sgl_rwttt.srt_ext.models"  # checkpoints with ttt_mode: true
+MODEL_PACKAGE = "sgl_rwttt.srt_ext.models"  # checkpoints whose config.json asks for a state
 ADAPTER_PACKAGE = "sgl_rwttt.srt_ext.adapter_models"  # --ttt-backend lora_delta
+STREAMING_TOKENS = 1 << 20  # a model without KV: tokens that may run or be cached, an index each
 
 
 def register() -> None:
     """Install what this process needs (called by SGLang's ``load_plugins``)."""
+    from .streaming_config import register_config
+
+    register_config()
     _register_resolution()
     register_attention()
     if multiprocessing.parent_process() is not None and os.environ.get(ENV_ACTIVE) == "1":
@@ -132,11 +136,14 @@ def _resolve_device(server_args: Any, previous: Any) -> None:
     """On the CPU: the verified attention, and float32 where the checkpoint has it (not float16)."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
+    from .checkpoint import is_streaming
+
     config, view = _ttt_config(server_args), resolving_view(server_args)
     if config is not None and view.device == "cpu":
         declared: dict[str, Any] = {}
         if view.attention_backend is None:
-            declared["attention_backend"] = default_attention()
+            kind = "torch_native" if is_streaming(config) else default_attention()
+            declared["attention_backend"] = kind
         if view.dtype == "auto" and "float32" in (config.get("dtype"), config.get("torch_dtype")):
             declared["dtype"] = "float32"
         declare_resolution(server_args, "sgl_rwttt", **declared)
@@ -156,7 +163,7 @@ def _resolve_cache(server_args: Any, previous: Any) -> None:
     """Turn the runtime on for a TTT checkpoint, off for any other."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
-    from .checkpoint import check_adapters, check_checkpoint
+    from .checkpoint import check_adapters, check_checkpoint, is_streaming
 
     config = _ttt_config(server_args)
     if config is None:
@@ -175,6 +182,8 @@ def _resolve_cache(server_args: Any, previous: Any) -> None:
     declared: dict[str, Any] = {"disable_overlap_schedule": True}
     if view.radix_cache_backend is None:
         declared["radix_cache_backend"] = RADIX_BACKEND
+    if is_streaming(config) and view.max_total_tokens is None:
+        declared["max_total_tokens"] = STREAMING_TOKENS
     declare_resolution(server_args, "sgl_rwttt", **declared)
     previous(server_args)
 

@@ -18,8 +18,9 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sgl_rwttt.core.errors import StaleVersion, UnknownState
 from sgl_rwttt.core.faults import reach
+from sgl_rwttt.core.spans import ModeSpans
 
-from .lineage import RequestLineage
+from .lineage import RequestLineage, mode_keys, namespace
 from .runtime import TTTRuntime
 from .seams import SeamError
 
@@ -77,6 +78,11 @@ class TTTRadixCache(UnifiedRadixCache):
                 return result
             limit = result.device_prefix_len  # KV is gone beyond this: find a state before it
 
+    def key_of(self, root: bytes, tokens: array[int], modes: ModeSpans) -> RadixKey:
+        """The key of a context: its tokens in their modes, under its root."""
+        assert self.runtime is not None
+        return RadixKey(mode_keys(tokens, modes), namespace(None, root, self.runtime.root))
+
     def _state_depth(self, lineage: RequestLineage, tokens: array[int], limit: int) -> int:
         assert self.runtime is not None
         spans = lineage.extend_to(len(tokens))
@@ -101,6 +107,16 @@ class TTTRadixCache(UnifiedRadixCache):
         if lineage is not None:
             params = replace(params, key=_rekeyed(params.key, lineage))
         return super().insert(params)
+
+    def find(self, key: RadixKey) -> tuple[Any, Any]:
+        """(KV slots, node) of the longest prefix of ``key`` that the tree holds, state or not."""
+        result = super().match_prefix(MatchPrefixParams(key=key))
+        node = result.last_device_node
+        return self.path_device_indices(node)[: result.device_prefix_len], node
+
+    def hold(self, key: RadixKey, slots: Any, known: int) -> None:
+        """Insert filled slots; the first ``known`` of them are the tree's own already."""
+        super().insert(InsertParams(key=key, value=slots, prev_prefix_len=known))
 
     def maybe_hand_to_session(self, req: Any) -> None:
         """A request got its pool row: bind its owner's state to it."""

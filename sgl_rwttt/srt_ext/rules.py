@@ -8,17 +8,20 @@ from typing import Any
 
 import torch
 
-from sgl_rwttt.backends.in_place import InPlaceBackend, InPlaceConfig
+from sgl_rwttt.backends import backend_class
+from sgl_rwttt.backends.in_place_config import InPlaceConfig
 from sgl_rwttt.backends.lora_config import DecoderShape, LoraDeltaConfig
 from sgl_rwttt.backends.lora_delta import LoraDeltaBackend
 from sgl_rwttt.backends.lora_peft import adapter_digest, load_adapter
+from sgl_rwttt.backends.streaming_config import StreamingConfig
 from sgl_rwttt.core.segment import Evidence
 from sgl_rwttt.core.slots import SlotPool
 
 from .limits import retained_window
 from .options import TTTOptions
 
-RuleConfig = InPlaceConfig | LoraDeltaConfig
+RowsConfig = InPlaceConfig | StreamingConfig
+RuleConfig = RowsConfig | LoraDeltaConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +41,12 @@ def state_parts(config: RuleConfig, options: TTTOptions, device: torch.device) -
     """Allocate the pools of one rule; ValueError, naming the flag, when they would hold nothing."""
     if isinstance(config, LoraDeltaConfig):
         return _lora_delta(config, options, device)
-    return _in_place(config, options, device)
+    return _of_rows(config, options, device)
 
 
-def _in_place(config: InPlaceConfig, options: TTTOptions, device: torch.device) -> StateParts:
+def _of_rows(config: RowsConfig, options: TTTOptions, device: torch.device) -> StateParts:
     pages, bases = size_pools(config, options)
-    backend = InPlaceBackend(config, pages=pages, bases=bases, device=device)
+    backend: Any = backend_class(config.backend)(config, pages=pages, bases=bases, device=device)
     folds = fold_pages(config, options, backend.default_fold_pages)
     bases_by = "--ttt-max-bases" if bases - 1 == options.max_bases else "--ttt-dense-fraction"
     return StateParts(
@@ -107,15 +110,14 @@ def lora_config(options: TTTOptions, hf_config: Any) -> LoraDeltaConfig:
     return LoraDeltaConfig(config.shape, **named, initial=initial)
 
 
-def size_pools(config: InPlaceConfig, options: TTTOptions) -> tuple[int, int]:
+def size_pools(config: RowsConfig, options: TTTOptions) -> tuple[int, int]:
     """(pages, dense bases) that fit ``--ttt-memory-mb``; raises ValueError when none would."""
     layers, chunk = len(config.layers), config.chunk
-    page_bytes = 4 * layers * chunk * (config.d_ff + config.d_model)
-    base_bytes = 4 * layers * config.d_ff * config.d_model
+    page_bytes, base_bytes = config.page_bytes, config.base_bytes
     budget = options.memory_mb * 1024 * 1024
     share = options.dense_fraction
     if share is None:
-        share = 0.9 if options.commit == "dense" else 0.25
+        share = 0.9 if options.commit == "dense" else config.dense_share
     dense = 0 if options.fold_rows == 0 else int(budget * share)
     bases = _at_most(dense // base_bytes, options.max_bases)
     pages = _at_most((budget - bases * base_bytes) // page_bytes, options.max_pages)
@@ -127,7 +129,7 @@ def size_pools(config: InPlaceConfig, options: TTTOptions) -> tuple[int, int]:
     return pages + 1, bases + 1  # slot 0 of each pool is the dummy
 
 
-def fold_pages(config: InPlaceConfig, options: TTTOptions, default: int) -> int:
+def fold_pages(config: RowsConfig, options: TTTOptions, default: int) -> int:
     """Pages since the last base after which a version gets a base of its own (0 = never)."""
     if options.commit == "dense":
         return 1

@@ -24,11 +24,12 @@ from sgl_rwttt.core.retention import RetentionWindow
 from sgl_rwttt.core.store import TTTStateStore
 from sgl_rwttt.core.versions import Version
 
+from .context_snapshots import open_snapshots
 from .logs import event_line, public_name
 from .metrics import TTTMetrics, make_metrics
 from .options import TTTOptions
 from .rules import RuleConfig, state_parts
-from .snapshots import open_snapshots, required_fields
+from .snapshots import required_fields
 
 if TYPE_CHECKING:
     from .lineage import RequestLineage
@@ -158,6 +159,14 @@ class TTTRuntime:
         if self.retained is None:
             return None
         return RetentionWindow(self.store, self.retained, lineage.chain, position)
+
+    def expire_older(self, lineage: RequestLineage, position: int) -> None:
+        """Keep of a restored lineage what a running branch at ``position`` would keep."""
+        if self.retained is None:
+            return
+        last = lineage.chain.index_at(position)
+        for index in range(1, max(1, last - self.retained + 1)):
+            self.store.expire(lineage.chain.version_id(index))
 
     def committed(self, lineage: RequestLineage, versions: list[Version]) -> None:
         """``lineage`` committed these versions: count them, and expire older ones."""

@@ -15,7 +15,7 @@ from sgl_rwttt.core.store import TTTStateStore
 
 from . import admission, verbs
 from .housekeeping import Housekeeping
-from .lineage import RequestLineage
+from .lineage import RequestLineage, namespace
 from .params import check_request
 from .refusals import refused_weight_updates
 from .report import streamer_class
@@ -95,8 +95,7 @@ class StateScheduling:
         req.ttt = lineage
         lineage.req = req
         self.ttt.note_start(lineage)
-        if lineage.root.id != self.ttt.root:
-            req.extra_key = f"{req.extra_key or ''}|ttt:{lineage.root.id.hex()}"
+        req.extra_key = namespace(req.extra_key, lineage.root.id, self.ttt.root)
         return req
 
     def _refuse(self: Any, recv_req: Any, error: StateError) -> None:
@@ -116,10 +115,14 @@ class StateScheduling:
         self._answer_refusal(req, error)
 
     def _answer_refusal(self: Any, req: Any, error: StateError) -> None:
+        """Refuse a request that holds nothing."""
+        self.ttt.note_refusal(error)
+        self._answer_error(req, error)
+
+    def _answer_error(self: Any, req: Any, error: StateError) -> None:
         """End a request that holds nothing with a typed error."""
         from sglang.srt.disaggregation.utils import prepare_abort
 
-        self.ttt.note_refusal(error)
         prepare_abort(req, error.to_header(), status_code=error.http_status)
         self.output_streamer.stream_output([req], req.return_logprob)
 
@@ -135,6 +138,12 @@ class StateScheduling:
         lineage = getattr(self.chunked_req, "ttt", None)
         if lineage is not None and lineage.error is not None:
             self._pending_chunked_abort_req = self.chunked_req
+
+    def end_waiting(self: Any, req: Any, error: StateError) -> None:
+        """Take a request that its client gave up out of the queue."""
+        self.waiting_queue.remove(req)
+        self._release_aborted_request(req)
+        self._answer_error(req, error)
 
     def _release_aborted_request(self: Any, req: Any) -> None:
         """A client went away; a request that holds a state is counted by ``settle``."""

@@ -66,6 +66,16 @@ SEAMS: tuple[Seam, ...] = (
     Seam("sglang.srt.models.llama:LlamaForCausalLM", "subclass", "TTT llama checkpoints"),
     Seam("sglang.srt.models.qwen3:Qwen3ForCausalLM", "subclass", "TTT qwen3 checkpoints"),
     Seam(
+        "sglang.srt.model_executor.model_runner_components.layer_setup:resolve_layer_indices",
+        "call",
+        "reads start_layer = end_layer of a TTT-Linear model: no layer has KV",
+    ),
+    Seam(
+        "sglang.srt.layers.logits_processor:LogitsProcessor",
+        "call",
+        "logits of a TTT-Linear model",
+    ),
+    Seam(
         "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache.match_prefix",
         "override",
         "a hit needs the state at that point",
@@ -155,6 +165,26 @@ SEAMS: tuple[Seam, ...] = (
         "sglang.srt.managers.schedule_batch:ScheduleBatch.filter_batch",
         "call",
         "on a copy: a forward pass of a part of the running batch",
+    ),
+    Seam(
+        "sglang.srt.session.session_controller:SessionReqNode",
+        "call",
+        "a restored context stands in its session as a finished request",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool",
+        "call",
+        "KV of saved contexts is copied out of its buffers and into them",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.allocator.base:BaseTokenToKVPoolAllocator.evict_to_free_tokens",
+        "call",
+        "room for the KV of a restored context",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache.path_device_indices",
+        "call",
+        "where the KV of a context lies",
     ),
     Seam(
         "sglang.srt.managers.scheduler:Scheduler._get_new_batch_prefill_raw",

@@ -7,53 +7,41 @@ against the model, both checksums, every number for being finite. See docs/snaps
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sgl_rwttt.core.errors import IncompatibleSnapshot
 from sgl_rwttt.core.lineage import cleared_root_id
-from sgl_rwttt.core.snapshots import Chain, Link, check_chain, pages_of
+from sgl_rwttt.core.snapshots import Chain, check_chain, slots_of
+
+from .snapshot_context import CONTEXT_FORMAT, Context, Layout, Shapes, is_of_context, parse_context
+from .snapshot_fields import decode_chain, encode_chain, refuse
 
 FORMAT = "sgl_rwttt snapshot 1"
 MAX_HEADER_BYTES = 4 << 20
 
-Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-
 _FITS = ("format", "layers", "chunk", "dtype", "rule", "fingerprint")  # compared in this order
 _FIELDS = {*_FITS, "version", "version_id", "state_id", "chain", "checksum", "header_checksum"}
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+_DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+}
 _BLANK = "0" * 64
-_LETTERS = {"root": "r", "base": "b", "page": "p", "slot": "s", "same": "n", "clear": "c"}
-_KINDS = {letter: kind for kind, letter in _LETTERS.items()}
-_LINK = re.compile(r"([rbpsnc])(0|[1-9][0-9]{0,15}):([0-9a-f]{32})")
 
 
-def refuse(field: str, reason: str) -> NoReturn:
-    """Raise IncompatibleSnapshot for one field."""
-    raise IncompatibleSnapshot(f"{field}: {reason}")
+class Sections(NamedTuple):
+    """The data of a file, in its order; each has a checksum of its own."""
 
-
-def encode_chain(chain: Chain) -> str:
-    """Links as "<kind><version number>:<id>", separated by spaces, oldest first."""
-    return " ".join(f"{_LETTERS[adds]}{number}:{id.hex()}" for adds, number, id in chain)
-
-
-def decode_chain(text: str) -> Chain:
-    """The inverse of ``encode_chain``; raises IncompatibleSnapshot."""
-    links: list[Link] = []
-    for word in text.split(" "):
-        found = _LINK.fullmatch(word)
-        if found is None:
-            refuse("chain", f"{word[:80]!r} is no link")
-        kind: Any = _KINDS[found[1]]
-        links.append(Link(kind, int(found[2]), bytes.fromhex(found[3])))
-    return tuple(links)
+    version: Layout  # what reading the version takes
+    context: Layout  # root, tail and tokens; empty in a file without a context
+    kv: Layout
 
 
 @dataclass(frozen=True)
@@ -70,17 +58,21 @@ class Header:
         """The saved version's chain; raises IncompatibleSnapshot."""
         return decode_chain(self.fields["chain"])
 
-    def check(
-        self, fits: Mapping[str, str], root: bytes, layout: Callable[[int, bool], Layout]
-    ) -> Layout:
+    @cached_property
+    def context(self) -> Context | None:
+        """The context part, None in a file without; raises IncompatibleSnapshot."""
+        text = self.fields.get("context")
+        return None if text is None else parse_context(text)
+
+    def check(self, fits: Mapping[str, str], root: bytes, shapes: Shapes) -> Sections:
         """Raise IncompatibleSnapshot, naming the field, unless the file fits this model.
 
-        ``fits`` are the values that a file must have, ``root`` is the id of the default root,
-        ``layout(pages, base)`` the tensors of a version. Returns the file's layout. The data is
-        not read.
+        ``fits`` are the values that a file must have, ``root`` is the id of the default root.
+        Whether the KV fits is not looked at. Returns the file's layout. The data is not read.
         """
         for field in _FITS:
-            if self.fields[field] != fits[field]:
+            accepted = CONTEXT_FORMAT if "context" in self.fields and field == "format" else ""
+            if self.fields[field] not in (fits[field], accepted):
                 refuse(field, f"the file has {self.fields[field]!r}, this server {fits[field]!r}")
         chain = self.chain
         check_chain(chain, root)
@@ -92,22 +84,37 @@ class Header:
         ):
             if self.fields[field] != value:
                 refuse(field, f"the file has {self.fields[field]!r}, its chain {value!r}")
-        found = layout_of(chain, layout)
-        if self.tensors != _descriptors(found):
+        found = sections_of(chain, self.context, shapes)
+        whole = merged(found)
+        if self.tensors != _descriptors(whole):
             refuse(
-                "shapes", f"the tensors are not {list(found)} of this model at {len(chain)} links"
+                "shapes", f"the tensors are not {list(whole)} of this model at {len(chain)} links"
             )
-        if self.fields["header_checksum"] != _header_digest(self.raw, self.fields):
-            refuse("header_checksum", "the header was changed")
-        if self.size != len(self.raw) + data_bytes(found):
-            refuse("length", f"{self.size} bytes, not {len(self.raw) + data_bytes(found)}")
+        self.check_data(whole)
         return found
 
+    def check_data(self, whole: Layout) -> None:
+        """Raise IncompatibleSnapshot unless the header was not changed and ``whole`` fills the file
+        behind it, one tensor behind the other."""
+        if self.tensors != _descriptors(whole):
+            refuse("shapes", "the tensors do not lie one behind the other")
+        if self.fields["header_checksum"] != _header_digest(self.raw, self.fields):
+            refuse("header_checksum", "the header was changed")
+        if self.size != len(self.raw) + data_bytes(whole):
+            refuse("length", f"{self.size} bytes, not {len(self.raw) + data_bytes(whole)}")
 
-def stored_layout(header: Header) -> Layout:
-    """The tensors that a header lists, for a reader without a model to compare with.
+    def checksum(self, section: str) -> str:
+        """The checksum that the header gives for a section."""
+        if section == "version":
+            return self.fields["checksum"]
+        assert self.context is not None
+        return self.context.checksum if section == "context" else self.context.kv_checksum
 
-    Raises IncompatibleSnapshot when they do not fill the file, or the header was changed.
+
+def stored_sections(header: Header) -> Sections:
+    """What a header lists, for a reader without a model to compare with.
+
+    Raises IncompatibleSnapshot when it does not fill the file, or the header was changed.
     """
     kinds = {name: dtype for dtype, name in _DTYPES.items()}
     try:
@@ -117,18 +124,23 @@ def stored_layout(header: Header) -> Layout:
         }
     except (KeyError, TypeError, ValueError) as error:
         refuse("header", f"not a list of tensors: {type(error).__name__}")
-    if header.tensors != _descriptors(found):
-        refuse("shapes", "the tensors do not lie one behind the other")
-    if header.fields["header_checksum"] != _header_digest(header.raw, header.fields):
-        refuse("header_checksum", "the header was changed")
-    if header.size != len(header.raw) + data_bytes(found):
-        refuse("length", f"{header.size} bytes, not {len(header.raw) + data_bytes(found)}")
-    return found
+    header.check_data(found)
+    names = list(found)
+    start = next((i for i, name in enumerate(names) if is_of_context(name)), len(names))
+    version = {name: found[name] for name in names[:start]}
+    return Sections(version, {name: found[name] for name in names[start:]}, {})
 
 
-def layout_of(chain: Chain, layout: Callable[[int, bool], Layout]) -> Layout:
-    """The tensors of a chain's last version."""
-    return layout(pages_of(chain), any(link.adds == "base" for link in chain))
+def sections_of(chain: Chain, context: Context | None, shapes: Shapes) -> Sections:
+    """The layout of a file with a chain's last version, and a context."""
+    pages, bases = slots_of(chain)
+    version = shapes.layout(pages, bases > 0)
+    return Sections(version, *(({}, {}) if context is None else context.layouts(chain, shapes)))
+
+
+def merged(sections: Sections) -> Layout:
+    """All tensors of a file, in their order."""
+    return {**sections.version, **sections.context, **sections.kv}
 
 
 def data_bytes(layout: Layout) -> int:
@@ -136,8 +148,12 @@ def data_bytes(layout: Layout) -> int:
     return sum(_nbytes(dtype, shape) for dtype, shape in layout.values())
 
 
-def blank_header(fits: Mapping[str, str], chain: Chain, layout: Layout) -> bytes:
-    """Length prefix and header of a file, with both checksums blank; its size is final.
+def blank_header(
+    fits: Mapping[str, str], chain: Chain, layout: Layout, context: Context | None = None
+) -> bytes:
+    """Length prefix and header of a file, with the version's and the header's checksum blank.
+
+    Its size is final.
 
     Raises IncompatibleSnapshot for a chain too long for a header.
     """
@@ -151,6 +167,8 @@ def blank_header(fits: Mapping[str, str], chain: Chain, layout: Layout) -> bytes
         "checksum": _BLANK,
         "header_checksum": _BLANK,
     }
+    if context is not None:
+        fields |= {"format": CONTEXT_FORMAT, "context": context.encode()}
     header = {"__metadata__": fields, **_descriptors(layout)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -159,16 +177,27 @@ def blank_header(fits: Mapping[str, str], chain: Chain, layout: Layout) -> bytes
     return len(text).to_bytes(8, "little") + text
 
 
-def write(stream: BinaryIO, blank: bytes, tensors: Mapping[str, Tensor]) -> None:
-    """Write a file: the sealed header, then the tensors (CPU, contiguous), in their order."""
-    buffers = [_buffer(tensor) for tensor in tensors.values()]
-    digest = sha256()
-    for buffer in buffers:
-        digest.update(buffer)
-    raw = _with(blank, "checksum", _BLANK, digest.hexdigest())
+def write(
+    stream: BinaryIO,
+    blank: bytes,
+    version: Mapping[str, Tensor],
+    more: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write a file: the sealed header, the version's tensors (CPU, contiguous), those of its
+    context; each in their order.
+    """
+    raw = _with(blank, "checksum", _BLANK, checksum_of(version))
     stream.write(_with(raw, "header_checksum", _BLANK, sha256(raw).hexdigest()))
-    for buffer in buffers:
-        stream.write(buffer)
+    for tensor in (*version.values(), *(more or {}).values()):
+        stream.write(_buffer(tensor))
+
+
+def checksum_of(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of the tensors' bytes, in their order."""
+    digest = sha256()
+    for tensor in tensors.values():
+        digest.update(_buffer(tensor))
+    return digest.hexdigest()
 
 
 def read_header(stream: BinaryIO, size: int) -> Header:
@@ -183,7 +212,8 @@ def read_header(stream: BinaryIO, size: int) -> Header:
     try:
         tensors = json.loads(text)
         fields = tensors.pop("__metadata__")
-        fits = set(fields) == _FIELDS and all(type(value) is str for value in fields.values())
+        known = _FIELDS | ({"context"} if fields["format"] == CONTEXT_FORMAT else set())
+        fits = set(fields) == known and all(type(value) is str for value in fields.values())
     except (ValueError, RecursionError, AttributeError, TypeError, KeyError) as error:
         refuse("header", f"not a header: {type(error).__name__}")
     if not fits:
@@ -191,21 +221,23 @@ def read_header(stream: BinaryIO, size: int) -> Header:
     return Header(fields, tensors, prefix + text, size)
 
 
-def read_tensors(stream: BinaryIO, header: Header, layout: Layout) -> dict[str, Tensor]:
-    """Read the data section of a checked header; raises IncompatibleSnapshot.
+def read_section(
+    stream: BinaryIO, header: Header, sections: Sections, name: str
+) -> dict[str, Tensor]:
+    """Read one section of a checked header's file; raises IncompatibleSnapshot.
 
-    The stream stands behind the header. Memory is taken only for what ``header.check`` found the
-    file to be long enough for.
+    Memory is taken only for what ``header.check`` found the file to be long enough for.
     """
-    digest = sha256()
+    before = Sections._fields[: Sections._fields.index(name)]
+    skipped = sum(data_bytes(getattr(sections, each)) for each in before)
+    stream.seek(len(header.raw) + skipped)
     tensors: dict[str, Tensor] = {}
-    for name, (dtype, shape) in layout.items():
-        tensors[name] = torch.empty(shape, dtype=dtype)
-        buffer = _buffer(tensors[name])
+    for key, (dtype, shape) in getattr(sections, name).items():
+        tensors[key] = torch.empty(shape, dtype=dtype)
+        buffer = _buffer(tensors[key])
         if stream.readinto(buffer) != len(buffer):  # type: ignore[attr-defined]
             refuse("length", "the file became shorter while it was read")
-        digest.update(buffer)
-    if digest.hexdigest() != header.fields["checksum"]:
+    if checksum_of(tensors) != header.checksum(name):
         refuse("checksum", "the data was changed")
     check_finite(tensors)
     return tensors
@@ -214,7 +246,9 @@ def read_tensors(stream: BinaryIO, header: Header, layout: Layout) -> dict[str, 
 def check_finite(tensors: Mapping[str, Tensor]) -> None:
     """Raise IncompatibleSnapshot naming the first tensor with a number that is not finite."""
     for name, tensor in tensors.items():
-        if not torch.stack(torch.aminmax(tensor)).isfinite().all():  # both are NaN if any is
+        if (
+            tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all()
+        ):  # both are NaN if any is
             refuse(name, "it holds a number that is not finite")
 
 

@@ -10,13 +10,14 @@ from sgl_rwttt.core.errors import InvalidStateRequest
 from sgl_rwttt.core.lineage import cleared_root_id
 from sgl_rwttt.core.versions import Version
 
+from . import context_verbs
 from .admission import find_node, find_session, point_of
-from .arguments import integer, only, shown, text
+from .arguments import flag, integer, only, text
+from .context_snapshots import ContextSnapshots
 from .limits import check_roots
 from .logs import public_name
 from .params import parse_id
 from .snapshot_folder import FLAG
-from .snapshots import Snapshots
 
 logger = logging.getLogger(__name__)
 
@@ -25,32 +26,50 @@ def save(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
     """Write the committed version at a point (rid, offset), or at an open root, to a file.
 
     The offset's default is what the request has read. What is written is what a context reset
-    there would keep: the tail is not in the file.
+    there would keep: the tail is not in the file. With ``kv`` the context is, and its KV.
     """
-    only(args, "owner", "name", "rid", "offset", "root", "replace")
+    only(args, "owner", "name", "rid", "offset", "root", "replace", "kv", "client")
     runtime, snapshots = scheduler.ttt, _snapshots(scheduler)
-    owner, name, replace = text(args, "owner"), text(args, "name"), args.get("replace", False)
-    if not isinstance(replace, bool):
-        raise InvalidStateRequest(f"'replace' must be true or false, got {shown(replace)}")
-    version, tail = _point(scheduler, owner, args)
-    started = time.monotonic()
-    size = snapshots.save(name, version, replace)
-    _note(runtime, "save", owner, name, size, started)
-    return {**_described(owner, name, version), "tail_dropped": tail, "bytes": size}
+    owner, name, replace = text(args, "owner"), text(args, "name"), bool(flag(args, "replace"))
+    kv, started = flag(args, "kv"), time.monotonic()
+    if "client" in args and not kv:
+        raise InvalidStateRequest("'client' goes with 'kv': a file of weights has no place for it")
+    if kv:
+        answer = context_verbs.save_context(scheduler, snapshots, args, replace)
+    else:
+        version, tail = _point(scheduler, owner, args)
+        size = snapshots.save(name, version, replace)
+        answer = {**_described(owner, name, version), "tail_dropped": tail, "bytes": size}
+    _note(runtime, "save", owner, name, answer["bytes"], started)
+    return answer
 
 
 def restore(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
-    """Open the root of a snapshot for an owner; requests then name it as ``ttt_root``."""
-    only(args, "owner", "name")
+    """Open the root of a snapshot for an owner; requests then name it as ``ttt_root``.
+
+    A context in the file is restored as the finished request ``rid``, unless ``kv`` is false;
+    requests then name that as their parent.
+    """
+    only(args, "owner", "name", "kv", "rid", "pin")
     runtime, snapshots = scheduler.ttt, _snapshots(scheduler)
-    owner, name = text(args, "owner"), text(args, "name")
+    owner, name, kv = text(args, "owner"), text(args, "name"), flag(args, "kv")
     find_session(runtime, scheduler.session_controller, owner)
-    check_roots(len(runtime.store.roots_of(owner)), owner)
     started = time.monotonic()
-    restored, size = snapshots.restore(name, owner)
-    _note(runtime, "restore", owner, name, size, started)
-    if restored.reused:
+    if kv or (kv is None and snapshots.has_context(name)):
+        answer = context_verbs.restore_context(scheduler, snapshots, args)
+    else:
+        answer = _restore_weights(runtime, snapshots, owner, name)
+    _note(runtime, "restore", owner, name, answer["bytes"], started)
+    if answer["reused"]:
         runtime.count("snapshot_hits")
+    return answer
+
+
+def _restore_weights(
+    runtime: Any, snapshots: ContextSnapshots, owner: str, name: str
+) -> dict[str, Any]:
+    check_roots(len(runtime.store.roots_of(owner)), owner)
+    restored, size = snapshots.restore(name, owner)
     return {
         **_described(owner, name, restored.version),
         "reused": restored.reused,
@@ -65,8 +84,8 @@ def listing(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
     return _snapshots(scheduler).listing()
 
 
-def _snapshots(scheduler: Any) -> Snapshots:
-    snapshots: Snapshots | None = scheduler.ttt.snapshots
+def _snapshots(scheduler: Any) -> ContextSnapshots:
+    snapshots: ContextSnapshots | None = scheduler.ttt.snapshots
     if snapshots is None:
         raise InvalidStateRequest(f"this server keeps no snapshots: start it with {FLAG} FOLDER")
     return snapshots
@@ -83,12 +102,9 @@ def _point(scheduler: Any, owner: str, args: dict[str, Any]) -> tuple[Version, i
             raise InvalidStateRequest("'offset' goes with 'rid'")
         root = parse_id(text(args, "root"), "root")
         return runtime.store.snapshots.cleared(owner, root), 0
-    offset = integer(args, "offset")
     node = find_node(sessions, session, text(args, "rid"))
-    lineage, chain, at = point_of(runtime, node, offset, owner)
-    report = lineage.current_report()
-    if offset is None and report is not None:
-        at = report["position"]  # the last sampled token is read by the next request
+    offset = context_verbs.read_offset(node, integer(args, "offset"))
+    _, chain, at = point_of(runtime, node, offset, owner)
     clock = chain.clock_at(at)
     return runtime.store.snapshots.at(clock.version_id, owner), clock.rows
 

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from sgl_rwttt.backends.base import StateBackend
 from sgl_rwttt.core.errors import StateError
 from sgl_rwttt.core.snapshots import Restored, chain_of
@@ -15,8 +17,8 @@ from sgl_rwttt.core.store import TTTStateStore
 from sgl_rwttt.core.versions import Version
 
 from . import snapshot_file
-from .options import TTTOptions
 from .rules import RuleConfig
+from .snapshot_context import Layout
 from .snapshot_folder import SnapshotFolder
 
 
@@ -59,11 +61,10 @@ class Snapshots:
         """
         self.folder.check_new(name, replace)
         chain = chain_of(version)
-        layout = snapshot_file.layout_of(chain, self._backend.layout)
+        layout = snapshot_file.sections_of(chain, None, self._backend).version
         blank = snapshot_file.blank_header(self._fits, chain, layout)
-        size = len(blank) + snapshot_file.data_bytes(layout)
-        self.folder.check_size(size)
-        with _memory_errors(f"snapshot {name!r} was not saved"):
+        size = self._checked_size(blank, layout)
+        with memory_errors(f"snapshot {name!r} was not saved"):
             tensors = {key: each.cpu() for key, each in self._backend.export(version).items()}
         snapshot_file.check_finite(tensors)
         self.folder.create(name, lambda file: snapshot_file.write(file, blank, tensors))
@@ -72,21 +73,27 @@ class Snapshots:
     def restore(self, name: str, owner: str) -> tuple[Restored, int]:
         """Open the root of file ``name`` for ``owner``; see ``SnapshotPath.restore``.
 
-        Returns also the file's bytes.
+        Returns also the file's bytes. Of a file with a context it takes the version alone.
 
         While the version is still retained its data is neither read nor loaded again. Raises
         UnknownState, InvalidStateRequest, IncompatibleSnapshot naming the field, StateCapacity;
         nothing but the memo has changed then.
         """
-        with _memory_errors(f"snapshot {name!r} was not restored"):
+        with memory_errors(f"snapshot {name!r} was not restored"):
             with self.folder.open(name) as (file, size):
                 header = snapshot_file.read_header(file, size)
-                layout = header.check(self._fits, self._root, self._backend.layout)
+                sections = header.check(self._fits, self._root, self._backend)
                 chain = header.chain
-                retained = self._store.snapshots.retains(chain[-1])
-                tensors = {} if retained else snapshot_file.read_tensors(file, header, layout)
+                tensors: dict[str, Tensor] = {}
+                if not self._store.snapshots.retains(chain[-1]):
+                    tensors = snapshot_file.read_section(file, header, sections, "version")
             fill = partial(self._backend.restore, tensors)
             return self._store.snapshots.restore(owner, chain, fill), size
+
+    def _checked_size(self, blank: bytes, layout: Layout) -> int:
+        size = len(blank) + snapshot_file.data_bytes(layout)
+        self.folder.check_size(size)
+        return size
 
     def listing(self) -> dict[str, Any]:
         """Every snapshot with its size and version, or with the reason why it does not fit."""
@@ -101,7 +108,8 @@ class Snapshots:
             with self.folder.open(name) as (file, size):
                 modified = os.fstat(file.fileno()).st_mtime
                 header = snapshot_file.read_header(file, size)
-            header.check(self._fits, self._root, self._backend.layout)
+            header.check(self._fits, self._root, self._backend)
+            context = header.context
         except StateError as error:
             return {"name": name, "error": error.to_wire()}
         return {
@@ -111,11 +119,12 @@ class Snapshots:
             "version": int(header.fields["version"]),
             "version_id": header.fields["version_id"],
             "state_id": header.fields["state_id"],
+            "position": 0 if context is None else context.position,
         }
 
 
 @contextmanager
-def _memory_errors(failed: str) -> Iterator[None]:
+def memory_errors(failed: str) -> Iterator[None]:
     """An error of the device or of its memory ends this verb, not the server."""
     try:
         yield
@@ -123,17 +132,3 @@ def _memory_errors(failed: str) -> Iterator[None]:
         raise
     except (RuntimeError, MemoryError) as error:
         raise StateError(f"{failed}: {error}") from error
-
-
-def open_snapshots(
-    options: TTTOptions,
-    fits: Mapping[str, str],
-    root: bytes,
-    store: TTTStateStore,
-    backend: StateBackend[Any],
-) -> Snapshots | None:
-    """The snapshots that the options ask for; ValueError, naming the flag, for a bad folder."""
-    if options.snapshot_dir is None:
-        return None
-    folder = SnapshotFolder(options.snapshot_dir, options.snapshot_mb << 20, options.max_snapshots)
-    return Snapshots(folder, fits, root, store, backend)

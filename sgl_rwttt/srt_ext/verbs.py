@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -11,11 +12,13 @@ from typing import Any
 from sgl_rwttt.core import faults
 from sgl_rwttt.core.errors import InvalidStateRequest, StateError
 
-from . import injection, observe, snapshot_verbs
+from . import aborts, injection, observe, snapshot_verbs
 from .admission import find_node, find_session, point_of
-from .arguments import integer, only, shown, text, unpack
+from .arguments import integer, names, only, shown, text, unpack
 from .limits import check_place
 from .params import parse_id
+
+logger = logging.getLogger(__name__)
 
 _CAPACITY_OF_STR_LEN = 1 << 20
 
@@ -29,11 +32,18 @@ def handle(scheduler: Any, message: Any) -> Any:
         if verb is None:
             known = ", ".join(sorted(VERBS))
             raise InvalidStateRequest(f"unknown verb {shown(message.op)}; known: {known}")
-        answer = verb(scheduler, unpack(message.args))
-    except StateError as error:
+        answer = json.dumps(verb(scheduler, unpack(message.args)))
+    except Exception as raised:
+        error = raised if isinstance(raised, StateError) else _unexpected(message.op, raised)
         scheduler.ttt.note_refusal(error, op=message.op)
         return TTTControlReqOutput(ok=False, payload=json.dumps(error.to_wire()))
-    return TTTControlReqOutput(ok=True, payload=json.dumps(answer))
+    return TTTControlReqOutput(ok=True, payload=answer)
+
+
+def _unexpected(op: str, raised: Exception) -> StateError:
+    """A fault of ours: it ends the verb, and not the scheduler with every owner's state."""
+    logger.error("ttt_verb_failed op=%s", shown(op), exc_info=raised)
+    return StateError(f"{shown(op)} failed: {raised!r}; the server's log says where")
 
 
 def open_owner(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
@@ -60,14 +70,34 @@ def open_owner(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 
 def close_owner(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
-    """Close a session: its nodes, roots and pins go; a running request of it finishes first."""
+    """Close a session: its nodes, roots and pins go; its requests end with OwnerReleased."""
     from sglang.srt.managers.io_struct import CloseSessionReqInput
 
     only(args, "owner")
     session = find_session(scheduler.ttt, scheduler.session_controller, text(args, "owner"))
     nodes = len(session.req_nodes)
+    aborts.end_all(scheduler, session)
     scheduler.session_controller.close(CloseSessionReqInput(session_id=session.session_id))
     return {"owner": session.session_id, "nodes": nodes}
+
+
+def renew(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
+    """Say which of the owners are not open; naming an open one is a use of it (``limits``)."""
+    only(args, "owners")
+    sessions = scheduler.session_controller.sessions
+    unknown = [owner for owner in names(args, "owners") if owner not in sessions]
+    return {"boot_id": scheduler.ttt.boot_id, "unknown": unknown}
+
+
+def abort(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
+    """End requests of one owner with OwnerReleased and forget their nodes.
+
+    One that is still to come is refused when it does. A finished one stays: see ``drop``.
+    """
+    only(args, "owner", "rids")
+    session = find_session(scheduler.ttt, scheduler.session_controller, text(args, "owner"))
+    ended = aborts.end(scheduler, session, names(args, "rids"))
+    return {"owner": session.session_id, "aborted": ended}
 
 
 def drop_branch(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +212,9 @@ def info(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 VERBS: dict[str, Callable[[Any, dict[str, Any]], dict[str, Any]]] = {
     "open": open_owner,
+    "renew": renew,
     "close": close_owner,
+    "abort": abort,
     "drop": drop_branch,
     "unpin": unpin,
     "release_root": release_root,

@@ -33,7 +33,10 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["embedded"], ["env"], ["adapter"]], ids=str)
+COMMANDS = ("serve", "run", "inspect", "convert", "adapter", "embedded", "env")
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)], ids=str)
 def test_help_is_quick(command: list[str]) -> None:
     """--help imports torch and takes ten seconds."""
     code = (
@@ -48,7 +51,19 @@ def test_help_is_quick(command: list[str]) -> None:
     assert done.stdout.startswith("usage: sgl-rwttt")
 
 
-@pytest.mark.parametrize("arguments", [[], ["swerve"], ["serve"], ["embedded", "--dtype", "int8"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["swerve"],
+        ["serve"],
+        ["run"],
+        ["inspect"],
+        ["convert", "a"],
+        ["embedded", "--dtype", "x"],
+    ],
+    ids=str,
+)
 def test_wrong_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """A script cannot tell a typing error from a failure."""
     with pytest.raises(SystemExit) as end:

@@ -13,6 +13,7 @@ from sgl_rwttt.core import (
     StaleVersion,
     WriteFailed,
 )
+from sgl_rwttt.core.segment import DUMMY
 
 from .fakes import LENGTHS, C, Lab, W, mixed, reads, state_fields, writes
 
@@ -156,9 +157,11 @@ def test_segment_of_a_mixed_forward():
         (1, 1, False, 0, False, False, 1),
         (2, 2, True, 0, True, False, 1),
         (4, 1, True, 0, False, False, 0),
-        (5, 1, False, 0, False, False, 0),
+        (5, 1, False, 1, False, False, 0),
         (6, 1, True, 1, True, True, 0),
     ]
+    pages = [p.page for p in candidate.segment.parts]
+    assert pages[1] == DUMMY and pages[3] == pages[4] == pages[5]
     folds = [p.fold_base for p in candidate.segment.parts]
     assert folds[2] is not None and folds.count(None) == 5
     assert candidate.segment.parts[3].base == folds[2]

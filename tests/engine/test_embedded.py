@@ -13,6 +13,7 @@ import pytest
 import sgl_rwttt as rw
 from examples import adapt_and_fork as demo
 from sgl_rwttt import assistant, gen, select, user
+from sgl_rwttt.lang import siblings
 from sgl_rwttt.models.embedded import ensure
 from tests.engine.server import Server, cli, free_port, serving
 
@@ -273,6 +274,135 @@ def test_a_killed_server_is_gone(tmp_path: Any) -> None:
 
         with pytest.raises(rw.ServerGone):
             long.run(then=doomed.stop, backend=backend)
+
+
+def prefills(log: str) -> list[tuple[int, int, int]]:
+    """(requests, new tokens, cached tokens) of the prefill batches that SGLang logged."""
+    line = r"Prefill batch, #new-seq: (\d+), #new-token: (\d+), #cached-token: (\d+)"
+    return [(int(n), int(new), int(hit)) for n, new, hit in re.findall(line, log)]
+
+
+def of_length(text: str, length: int, backend: Any) -> str:
+    """The beginning of `text` that has so many tokens."""
+    ids = backend.text.encode(text, False)[:length]
+    cut = str(backend.text.decode(ids))
+    assert len(ids) == length and backend.text.encode(cut, False) == ids
+    return cut
+
+
+def test_sixteen_siblings_in_one_prefill(
+    server: Server, runtime: rw.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards: a fork that prefills its lineage again, branch by branch, or copies its pages."""
+    monkeypatch.setattr(siblings, "WAIT_S", 5.0)  # on a busy machine too
+    document = of_length("".join(map(demo.text, ("prose", "code", "glossary"))) * 2, 2000, runtime)
+    own = [f" Number {i}:" for i in range(16)]
+
+    @rw.function
+    def sixteen(s: rw.State) -> None:
+        s += document
+        s.flush()
+        assert s.position == 2000 and s.tail == 2000 % 32
+        before, seen = runtime.get_server_info()["store"], server.log.stat().st_size
+        with s.fork(16) as branches:
+            branches += [text + gen("a", max_tokens=3, temperature=0) for text in own]
+            metas = [branch.get_meta_info("a") for branch in branches]
+            after = runtime.get_server_info()["store"]
+        assert [meta["cached_tokens"] for meta in metas] == [2000] * 16
+        new = sum(len(runtime.text.encode(text, False)) for text in own)
+        log = server.log.read_bytes()[seen:].decode(errors="replace")
+        assert prefills(log) == [(16, new, 16 * 2000)]
+        assert after["copies"] - before["copies"] == 16
+        assert after["pages_live"] - before["pages_live"] <= 16
+
+    sixteen.run(backend=runtime)
+
+
+def test_branches_reuse_all_that_their_parent_read(engine: rw.Engine) -> None:
+    """Guards: KV that a fork cannot reuse because of where or how its parent stands.
+
+    A branch that says nothing reads the last token again, for its logits. Behind a boundary it
+    reads the last chunk: the tail of that chunk is not retained, it became a version.
+    """
+    found: dict[str, tuple[list[int], int]] = {}
+
+    def fork(s: rw.State, what: str, text: str | None = None) -> None:
+        s.flush()
+        with s.fork(2) as branches:
+            # No two forks at one place say the same: what earlier branches read stays in the cache.
+            branches += (f" {what}" if text is None else text) + gen("a", max_tokens=2)
+            hits = [b.get_meta_info("a")["cached_tokens"] for b in branches]
+            found[what] = hits, s.position
+
+    @rw.function
+    def program(s: rw.State, document: str) -> None:
+        s += document
+        fork(s, "in a chunk")
+        s.checkpoint("here")
+        with s.frozen():
+            fork(s, "frozen")
+            s += " It is said that"
+            fork(s, "behind frozen tokens")
+            fork(s, "nothing said, frozen", "")
+        s += gen("b", max_tokens=6, temperature=0)
+        fork(s, "behind a gen")
+        s += " Yes or no? " + select("c", ["yes", "no"])
+        fork(s, "behind a select")
+        with s.fork(2) as branches:
+            branches += [" one", " two" + gen("b", max_tokens=3, temperature=0)]
+            fork(branches[1], "a branch of a branch")
+            s.keep(branches[1])
+        fork(s, "kept")
+        s.rollback("here")
+        fork(s, "rolled back")
+        fork(s, "nothing said", "")
+
+    @rw.function
+    def boundary(s: rw.State, document: str) -> None:
+        s += document
+        fork(s, "at a boundary")
+        fork(s, "nothing said at a boundary", "")
+
+    text = demo.text("glossary")
+    program.run(document=of_length(text, 140, engine), backend=engine)
+    boundary.run(document=of_length(demo.text("prose"), 160, engine), backend=engine)
+    missed = {what: {at - hit for hit in hits} for what, (hits, at) in found.items()}
+    assert len(missed) == 12
+    assert missed.pop("nothing said at a boundary") == {32}
+    for what, tokens in missed.items():
+        assert tokens == ({1} if what.startswith("nothing") else {0}), (what, tokens)
+
+
+def test_siblings_answer_as_they_would_alone(engine: rw.Engine, runtime: rw.Runtime) -> None:
+    """Guards: sampling parameters, stops or errors of another sibling."""
+
+    @rw.function
+    def program(s: rw.State, together: bool) -> Any:
+        s += "Count: one, two,"
+        with s.fork(4) as branches:
+            parts = [
+                gen("a", max_tokens=6, temperature=0),
+                " three" + gen("a", max_tokens=9, temperature=0, stop=[" six", "."]),
+                gen("a", max_tokens=8, temperature=0, regex="[0-9]{3}"),
+            ]
+            if together:
+                branches += [*parts, "x " * 9000 + gen("a", max_tokens=1)]
+                too_long = branches[3].stream_executor.error()
+                assert isinstance(too_long, rw.StateError) and "9001" in str(too_long)
+            else:
+                for branch, part in zip(branches, parts, strict=False):
+                    branch += part
+                    branch.sync()
+            metas = [b.get_meta_info("a") for b in branches[:3]]
+            scores = [[x[1] for x in meta["output_token_logprobs"]] for meta in metas]
+            return [(b["a"], b.state_id, ids) for b, ids in zip(branches, scores, strict=False)]
+
+    alone = program.run(False, backend=engine).ret_value
+    for backend in (engine, runtime):
+        for stream in (False, True):
+            s = program.run(True, backend=backend, stream=stream)
+            assert "".join(s.text_iter()) == "Count: one, two,"
+            assert s.ret_value == alone
 
 
 @rw.function

@@ -166,3 +166,32 @@ def test_snapshot(served: Served) -> None:
     served.control("close", owner=other)
     served.flush()
     assert served.info()["store"]["pages_live"] == 0
+
+
+@pytest.mark.parametrize("length", [4 * CHUNK + 3, 3 * CHUNK, CHUNK - 2])
+def test_context_snapshot(length: int, served: Served) -> None:
+    """Guards a point in the middle of a segment, whose evidence is in no page: the same ids and
+    states after it, and nothing read again.
+    """
+    owner, tokens, more = served.open(), prompt(9, 2 * CHUNK + 5), prompt(10, length)
+    root = state(served.generate(tokens, n=0, owner=owner, custom={"ttt_clear": "drop"}))
+    asked = {"ttt_root": root["next_root"]}
+    first = served.generate(more, n=0, owner=owner, custom=asked)
+    at = {"owner": owner, "parent": rid(first), "offset": length}
+    expected = served.generate(prompt(11, 3), n=20, **at)
+    saved = served.control(
+        "save", owner=owner, rid=rid(first), offset=length, name="kv", kv=True, replace=True
+    )
+    assert (saved["position"], saved["tail"]) == (length, length % CHUNK)
+    served.control("close", owner=owner)
+    served.flush()
+    other = served.open()
+    point = served.control("restore", owner=other, name="kv", kv=True)
+    assert point["tokens"] == more
+    again = served.generate(prompt(11, 3), n=20, owner=other, parent=point["rid"], offset=length)
+    assert again["output_ids"] == expected["output_ids"]
+    assert again["meta_info"]["cached_tokens"] == length
+    assert state(again)["state_id"] == state(expected)["state_id"]
+    served.control("close", owner=other)
+    served.flush()
+    assert served.info()["store"]["pages_live"] == 0

@@ -93,7 +93,19 @@ def metrics(server: Server) -> dict[str, float]:
 
 
 ROUTES = ["info", "owners", "owners/" + "0" * 32, "health", "no/such/route"]
-VERBS = ["open", "close", "drop", "unpin", "release_root", "state", "info", "owners", "owner"]
+VERBS = [
+    "open",
+    "renew",
+    "close",
+    "abort",
+    "drop",
+    "unpin",
+    "release_root",
+    "state",
+    "info",
+    "owners",
+    "owner",
+]
 
 
 def test_every_route_needs_the_api_key(server: Server) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +12,8 @@ from typing import Any
 
 import pytest
 import requests
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from sgl_rwttt.srt_ext.launch import cpu_environment
 from tests.engine.served import request
@@ -53,8 +57,6 @@ def test_the_report_streams(server: Server) -> None:
     """Guards: a streamed answer without a state report, or with a list of them."""
     payload = request(CASE.prompt_ids, n=6, stream=True)
     lines = server.post("/generate", payload, headers=AUTH, stream=True).iter_lines()
-    import json
-
     chunks = [json.loads(x[6:]) for x in lines if x.startswith(b"data: {")]
     versions = [c["meta_info"]["state"]["version"] for c in chunks]
     positions = [c["meta_info"]["state"]["position"] for c in chunks]
@@ -182,6 +184,55 @@ def test_weights_cannot_be_replaced_while_serving(server: Server) -> None:
     assert answer.status_code == 400
     assert "restart the server" in answer.text
     assert generate(server, CASE.prompt_ids, n=2).status_code == 200
+
+
+PROGRAM = """
+from sgl_rwttt import function, gen
+
+@function
+def ask(s, q):
+    s += q + gen("a", max_tokens=4, temperature=0)
+    here = s.checkpoint()
+    with s.fork(2) as branches:
+        branches += gen("b", max_tokens=2, temperature=0)
+        s.keep(branches.best("b"))
+    s.rollback(here)
+    return [len(s.tokens), s["a"], int(q)]
+"""
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, with the key in its environment."""
+    env = {**os.environ, "RWTTT_API_KEY": KEY}
+    return subprocess.run(cli(*words), env=env, capture_output=True, text=True, timeout=240)
+
+
+def test_the_command_runs_programs_on_a_server(server: Server, tmp_path: Path) -> None:
+    """Guards: a command that works on a fake alone; a key or a tokenizer that does not arrive."""
+    characters = {chr(i + 1): i for i in range(128)}  # one token each
+    characters["?"] = characters.pop("@")
+    tokenizer = Tokenizer(models.WordLevel(characters, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+    (tmp_path / "prog.py").write_text(PROGRAM)
+    rows = [{"q": q} for q in ("123456789", "12", "not a number", "12")]
+    (tmp_path / "in").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["run", f"{tmp_path}/prog.py:ask", "--url", server.url, "--tokenizer", str(tmp_path)]
+    done = command(*words, "--batch", f"{tmp_path}/in", "--out", f"{tmp_path}/out")
+    assert done.returncode == 1, done.stderr
+    assert "4 rows, 1 failed" in done.stderr
+    first, second, bad, again = map(json.loads, (tmp_path / "out").read_text().splitlines())
+    assert bad["error"]["type"] == "ValueError"
+    assert second == again
+    for row, q in ((first, "123456789"), (second, "12")):
+        assert row["text"] == q + row["variables"]["a"]
+        assert row["result"] == [row["state"]["position"], row["variables"]["a"], int(q)]
+        assert row["state"]["version"] == row["state"]["position"] // CASE.config["ttt_chunk"]
+    owners = command("inspect", server.url)
+    assert owners.returncode == 0, owners.stderr
+    assert "no owners" in owners.stdout
+    assert str(CASE.path) in owners.stdout
 
 
 def test_plain_launch_server(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Programs of these tests run on the fake server; nothing here starts an engine."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,14 @@ from sgl_rwttt.lang import StateBackend
 from sgl_rwttt.lang.state import State
 
 from .fake_transport import FakeServer, FakeTransport
+from .toy_tokenizer import toy_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    toy_tokenizer().save_pretrained(path)
+    return path
 
 
 @pytest.fixture

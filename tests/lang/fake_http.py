@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -15,11 +16,18 @@ from .fake_transport import FakeServer, FakeTransport
 
 
 class FakeHttp:
-    """`with FakeHttp(server) as http: http.url`; `kill` cuts every connection at once."""
+    """`with FakeHttp(server) as http: http.url`; `kill` cuts every connection at once.
+
+    `dies_at(path, body)` says of a POST that the server is killed while it works on it.
+    """
 
     def __init__(self, server: FakeServer) -> None:
         self.connections: list[socket.socket] = []
         self.headers: list[str | None] = []
+        self.dies_at: Callable[[str, Any], bool] = lambda path, body: False
+        self.ended = threading.Event()
+        self.frozen = threading.Event()  # as a stopped process: it accepts, and answers nothing
+        self.server = server
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), self.handler(FakeTransport(server)))
         self.http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}/"
@@ -33,6 +41,7 @@ class FakeHttp:
 
     def kill(self) -> None:
         """As a killed process: the port closes and open connections are reset."""
+        self.ended.set()
         self.http.shutdown()
         self.http.server_close()
         for connection in self.connections:
@@ -44,6 +53,7 @@ class FakeHttp:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # a header and a body are two writes
 
             def setup(self) -> None:
                 super().setup()
@@ -53,11 +63,18 @@ class FakeHttp:
                 pass
 
             def do_GET(self) -> None:
+                if outer.frozen.is_set():
+                    outer.ended.wait()
                 self.answer(200, transport.info())
 
             def do_POST(self) -> None:
                 outer.headers.append(self.headers.get("Authorization"))
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if outer.frozen.is_set():
+                    outer.ended.wait()
+                if outer.dies_at(self.path, body):
+                    outer.kill()
+                    return
                 try:
                     if self.path.startswith("/ttt/"):
                         self.answer(200, transport.control(self.path[5:], body))
@@ -81,7 +98,9 @@ class FakeHttp:
                 self.send_header("Connection", "close")
                 self.end_headers()
                 try:
-                    for item in transport.generate_stream(body):
+                    is_batch = isinstance(body["rid"], list)
+                    run = transport.generate_siblings if is_batch else transport.generate_stream
+                    for item in run(body):
                         self.event(json.dumps(item))
                 except StateError as error:
                     self.event(json.dumps({"error": {"message": error.to_header()}}))

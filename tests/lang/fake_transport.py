@@ -9,15 +9,17 @@ from __future__ import annotations
 import math
 import secrets
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from sgl_rwttt.core.effects import Effect
 from sgl_rwttt.core.errors import (
     ForeignOwner,
+    IncompatibleSnapshot,
     InvalidStateRequest,
     OwnerReleased,
     ServerGone,
@@ -45,6 +47,18 @@ class Node:
     root: str
     tokens: list[int]
     modes: list[Effect]
+    next_root: str | None = None
+
+
+@dataclass
+class Context:
+    """A snapshot with the context: the root with its version number, the tokens, client data."""
+
+    root: str
+    number: int
+    tokens: list[int]
+    modes: list[Effect]
+    client: Json
 
 
 @dataclass
@@ -54,6 +68,7 @@ class Session:
     roots: dict[str, int] = field(default_factory=dict)  # hex -> version number
     pins: set[str] = field(default_factory=set)
     used: set[str] = field(default_factory=set)  # every rid ever
+    timeout: float | None = None  # as asked at open; nothing here times out
 
 
 class FakeServer:
@@ -66,10 +81,18 @@ class FakeServer:
         self.sessions: dict[str, Session] = {}
         self.closed: set[str] = set()
         self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)  # something was closed or aborted
+        self.unwanted: set[str] = set()  # rids that were aborted
+        self.asked = 0  # requests that have come
+        self.is_deaf = False  # in a step so long that it hears of nothing
         self.files: dict[str, tuple[str, int]] = {}  # snapshots: (root, version number)
+        self.contexts: dict[str, Context] = {}  # what is in them besides
+        self.lost: list[StateError] = []  # raised by the next saves of a context
         self.boot()
         self.scripts: list[list[int]] = []  # outputs of the next gens, in order
         self.failures: list[StateError] = []  # raised by the next requests, in order
+        self.batch_failures: list[StateError] = []  # raised by the next batches of siblings
+        self.breaks: list[tuple[int, StateError]] = []  # (items before it, raised by that batch)
         self.log: list[tuple[str, Json]] = []
         self.delay = 0.0
         self.is_dead = False
@@ -105,8 +128,8 @@ class FakeServer:
     def op_info(self) -> Json:
         return {"model_path": "toy", "boot_id": self.boot_id, "rule": "in_place"}
 
-    def op_open(self) -> Json:
-        session = Session(secrets.token_hex(8))
+    def op_open(self, timeout: float | None = None) -> Json:
+        session = Session(secrets.token_hex(8), timeout=timeout)
         self.sessions[session.owner] = session
         session.roots[self.root] = 0
         return {
@@ -121,6 +144,17 @@ class FakeServer:
         self.session(owner)
         del self.sessions[owner]
         self.closed.add(owner)
+        self.changed.notify_all()
+        return {"owner": owner}
+
+    def op_renew(self, owners: list[str]) -> Json:
+        unknown = [owner for owner in owners if owner not in self.sessions]
+        return {"boot_id": self.boot_id, "unknown": unknown}
+
+    def op_abort(self, owner: str, rids: list[str]) -> Json:
+        self.session(owner)
+        self.unwanted.update(rids)
+        self.changed.notify_all()
         return {"owner": owner}
 
     def op_drop(self, owner: str, rid: str) -> Json:
@@ -153,6 +187,8 @@ class FakeServer:
         root: str | None = None,
         rid: str | None = None,
         offset: int = 0,
+        kv: bool = False,
+        client: Json | None = None,
     ) -> Json:
         session = self.session(owner)
         if name in self.files and not replace:
@@ -169,15 +205,77 @@ class FakeServer:
             )
             rows = clock.rows
             saved = (cleared_root_id(clock.version_id).hex(), clock.number)
+        answer = {"name": name, "root": saved[0], "version": saved[1], "tail_dropped": rows}
+        self.contexts.pop(name, None)
+        if kv:
+            if self.lost:
+                raise self.lost.pop(0)
+            tokens, modes = node.tokens[:offset], node.modes[:offset]
+            number = session.roots[node.root]
+            self.contexts[name] = Context(node.root, number, tokens, modes, client or {})
+            answer |= {"position": offset, "tail": rows, "state_id": clock.state_id.hex()}
         self.files[name] = saved
-        return {"name": name, "root": saved[0], "version": saved[1], "tail_dropped": rows}
+        return answer
 
-    def op_restore(self, owner: str, name: str) -> Json:
+    def op_restore(self, owner: str, name: str, rid: str, pin: str, kv: bool | None = None) -> Json:
         if name not in self.files:
             raise UnknownState(f"there is no snapshot {name!r}")
-        root, number = self.files[name]
-        self.session(owner).roots[root] = number
-        return {"name": name, "root": root, "version": number}
+        session, context = self.session(owner), self.contexts.get(name)
+        if kv and context is None:
+            raise IncompatibleSnapshot("context: the file holds the weights only")
+        if context is None or kv is False:
+            root, number = self.files[name]
+            session.roots[root] = number
+            return {"name": name, "root": root, "version": number}
+        session.roots[context.root] = context.number
+        session.nodes[rid] = Node(rid, None, context.root, context.tokens[:], context.modes[:])
+        session.used.add(rid)
+        session.pins.add(pin)
+        clock = self.clock(context.root, context.number, context.tokens, context.modes)
+        return {
+            "name": name,
+            "root": context.root,
+            "root_version": context.number,
+            "version": clock.number,
+            "tail": clock.rows,
+            "position": clock.position,
+            "state_id": clock.state_id.hex(),
+            "mode": context.modes[-1].value,
+            "tokens": context.tokens,
+            "modes": [[i, i + 1, mode.value] for i, mode in enumerate(context.modes)],
+            "client": context.client,
+            "kv_loaded": len(context.tokens),
+        }
+
+    def op_owner(self, owner: str, memory: bool = False) -> Json:
+        session = self.session(owner)
+        cleared = {node.rid: node.next_root for node in session.nodes.values()}
+        branches = [
+            {
+                "rid": node.rid,
+                "parent": node.parent if node.parent in session.nodes else None,
+                "running": False,
+                "mode": node.modes[-1].value,
+                "pin": None,
+                "root": node.root,
+                "next_root": cleared[node.rid],
+                "position": len(node.tokens),
+                "version": 0,
+                "tail": 0,
+                "state_id": "0" * 32,
+            }
+            for node in session.nodes.values()
+        ]
+        return {
+            "name": "public",
+            "nodes": len(branches),
+            "pin_count": len(session.pins),
+            "root_count": len(session.roots) - 1,
+            "referenced_bytes": 0,
+            "branches": branches,
+            "truncated": False,
+            **({"memory": {"context_tokens": len(branches)}} if memory else {}),
+        }
 
     def session(self, owner: str) -> Session:
         if owner in self.closed:
@@ -195,8 +293,8 @@ class FakeServer:
 
     def clock(self, root: str, number: int, tokens: list[int], modes: list[Effect]) -> LineageClock:
         clock = LineageClock(bytes.fromhex(root), self.chunk, number)
-        for token, mode in zip(tokens, modes, strict=True):
-            clock.push([token], mode)
+        for mode, run in groupby(zip(tokens, modes, strict=True), key=itemgetter(1)):
+            clock.push([token for token, _ in run], mode)
         return clock
 
     # Generating
@@ -237,10 +335,17 @@ class FakeServer:
 
     def generate(self, payload: Json) -> Iterator[Json]:
         """The growing answer; the last item is complete."""
-        if self.delay:
-            time.sleep(self.delay)
-        with self.lock:
+        rid, owner = payload["rid"], payload.get("session_params", {}).get("id")
+        with self.changed:
+            self.asked += 1
+            if self.delay:
+                self.changed.wait_for(
+                    lambda: not self.is_deaf and (rid in self.unwanted or owner in self.closed),
+                    self.delay,
+                )
             self.check_alive()
+            if rid in self.unwanted:
+                raise OwnerReleased("the request was ended: its client gave it up", branch=rid)
             self.log.append(("generate", payload))
             if self.failures:
                 raise self.failures.pop(0)
@@ -267,6 +372,36 @@ class FakeServer:
             yield self.report(
                 payload, session, node, number, prompt, output, reason, custom, logprobs
             )
+
+    def siblings(self, payload: Json) -> Iterator[Json]:
+        """A streamed batch: one item of each request in turn; a refusal is an item."""
+        with self.lock:
+            self.check_alive()
+            self.log.append(("batch", payload))
+            if self.batch_failures:
+                raise self.batch_failures.pop(0)
+            left, error = self.breaks.pop(0) if self.breaks else (-1, None)
+        running = dict(enumerate(self.watched(single) for single in singles(payload)))
+        while running:
+            for index, items in list(running.items()):
+                item = next(items)
+                if left == 0 and error is not None:
+                    raise error
+                left -= 1
+                yield {**item, "index": index}
+                if item["meta_info"]["finish_reason"]:
+                    del running[index]
+
+    def watched(self, payload: Json) -> Iterator[Json]:
+        """What a client sees of one request of a batch, with its stream_interval."""
+        interval = payload["sampling_params"].get("stream_interval", 1)
+        try:
+            for count, item in enumerate(self.generate(payload)):
+                if item["meta_info"]["finish_reason"] or count % interval == 0:
+                    yield item
+        except StateError as error:
+            reason = {"type": "abort", "message": error.to_header()}
+            yield {"output_ids": [], "meta_info": {"finish_reason": reason}}
 
     def report(
         self,
@@ -298,7 +433,7 @@ class FakeServer:
         if "ttt_clear" in custom:
             root = cleared_root_id(clock.version_id).hex()
             session.roots[root] = clock.number
-            state["next_root"] = root
+            state["next_root"] = node.next_root = root
         meta: Json = {
             "finish_reason": reason or {"type": "length", "length": 0},
             "completion_tokens": len(output),
@@ -347,6 +482,16 @@ class FakeServer:
         return None
 
 
+def singles(payload: Json) -> list[Json]:
+    """The requests of a batch, each with its own of every list."""
+    count = len(payload["input_ids"])
+    assert all(len(v) == count for v in payload.values() if isinstance(v, list))
+    return [
+        {name: v[i] if isinstance(v, list) else v for name, v in payload.items()}
+        for i in range(count)
+    ]
+
+
 def _fraction(seed: bytes, tokens: list[int]) -> float:
     digest = blake2b(seed + repr(tokens).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") / 2**64
@@ -374,6 +519,9 @@ class FakeTransport:
 
     def generate_stream(self, payload: Json) -> Iterator[Json]:
         yield from self.server.generate(payload)
+
+    def generate_siblings(self, payload: Json) -> Iterator[Json]:
+        yield from self.server.siblings(payload)
 
     def control(self, op: str, args: Json) -> Json:
         return self.server.control(op, args)

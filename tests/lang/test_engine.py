@@ -17,16 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
 import sgl_rwttt as rw
-from sgl_rwttt import ServerGone, assistant, function, gen, user
+from sgl_rwttt import ServerGone, assistant, function, gen, gen_int, select, user
 from sgl_rwttt.lang.state import State
 from sgl_rwttt.srt_ext.launch import fresh_environment
 from tests.engine.server import free_port
 
 from .conftest import check_text
+from .oracle import World
+from .plain_requests import PlainAnswers, held_by_oracle, held_by_server
 from .test_programs import PROGRAMS
 from .toy_tokenizer import toy_tokenizer
+from .walk import Walk, programs, view_of_branch, view_of_state
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -51,6 +56,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         ttt_lr=0.3,
+        max_position_embeddings=4096,
     )
     (folder / "config.json").write_text(json.dumps(config))
     weights = load_file(folder / "model.safetensors")
@@ -64,8 +70,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(checkpoint: Path) -> Iterator[rw.Engine]:
-    made = rw.Engine(str(checkpoint), ttt_memory_mb=64, port=free_port(), **OPTIONS)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the snapshots, shared by both servers."""
+    return tmp_path_factory.mktemp("snapshots")
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path, folder: Path) -> Iterator[rw.Engine]:
+    options = {"ttt_memory_mb": 64, "ttt_snapshot_dir": str(folder), **OPTIONS}
+    made = rw.Engine(str(checkpoint), port=free_port(), **options)
     yield made
     made.shutdown()
 
@@ -89,13 +102,14 @@ def balanced(engine: rw.Engine) -> Iterator[rw.Engine]:
 class Server:
     """`sgl-rwttt serve` in a process group of its own."""
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, folder: Path) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         flags = [f"--port={port}", "--ttt-memory-mb=64", "--log-level=error"]
         flags += [f"--{k.replace('_', '-')}={v}" for k, v in OPTIONS.items()]
+        flags.append(f"--ttt-snapshot-dir={folder}")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "sgl_rwttt.cli.main", "serve", str(checkpoint), *flags],
             env=fresh_environment(),
@@ -119,8 +133,8 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint: Path) -> Iterator[Server]:
-    made = Server(checkpoint)
+def server(checkpoint: Path, folder: Path) -> Iterator[Server]:
+    made = Server(checkpoint, folder)
     yield made
     made.kill()
 
@@ -258,6 +272,115 @@ def test_stream_in_process(balanced: rw.Engine) -> None:
     assert streamed == s["a"] == program.run(backend=balanced, temperature=0)["a"]
 
 
+@settings(
+    max_examples=20,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+@given(program=programs(in_one_context=True), every=st.booleans())
+def test_random_programs(program: Any, every: bool, balanced: rw.Engine) -> None:
+    """Guards: ids unlike those of plain requests with the ledger's ids, a version or state id
+    unlike the server's, a request or pin that is kept too long or not long enough."""
+    world = World(PlainAnswers(balanced))
+    view = lambda s: (view_of_branch(s), held_by_oracle(world))  # noqa: E731
+    oracle = Walk(view, every, None, is_real=True)
+    oracle(world.start(), program)
+
+    @function
+    def run(s: State) -> None:
+        look = lambda s: (view_of_state(s), held_by_server(balanced, s))  # noqa: E731
+        walk = Walk(look, every, oracle.seen, is_real=True)
+        walk(s, program)
+        assert len(walk.seen) == len(oracle.seen)
+
+    run.run(backend=balanced, temperature=0)
+
+
+def at_server(backend: rw.StateBackend, s: State) -> Any:
+    """The server's own report of the point where a settled branch stands."""
+    args = {"owner": s.owner, "rid": s.branch, "offset": s.position}
+    report = backend.transport.control("state", args)
+    assert report["state_id"] == s.state_id
+    assert (report["version"], report["tail"]) == (s.version, s.tail)
+    return report["state_id"], report["version"], report["tail"]
+
+
+def test_rollback_by_k_tokens(balanced: rw.Engine) -> None:
+    """Weights, tail and KV must come back over a boundary, at it, and on both sides of it."""
+
+    @function
+    def program(s: State) -> None:
+        s += DOC
+        here = s.checkpoint()
+        chunk = s.stream_executor.cursor.ledger.clock.chunk
+        before = (s.text(), s.tokens, at_server(balanced, s))
+        answers = set()
+        crossed = set()
+        for k in range(chunk + 2):
+            if k:
+                s += gen("a", max_tokens=k, ignore_eos=True)
+                s.flush()
+                crossed.add(at_server(balanced, s)[1] - here.version)
+            s.rollback(here)
+            assert (s.text(), s.tokens, at_server(balanced, s)) == before
+            s += " again" + gen("b", max_tokens=chunk)
+            answers.add((s["b"], s.state_id))
+            s.rollback()
+        assert len(answers) == 1
+        assert crossed == {0, 1}, "the gens end on both sides of a boundary"
+
+    program.run(backend=balanced, temperature=0)
+
+
+def test_peek_and_keep_in_the_servers_books(balanced: rw.Engine) -> None:
+    """A peek that moves the state, a loser that stays on the server, a winner that does not."""
+
+    def nodes(s: State) -> int:
+        return int(held_by_server(balanced, s)[0])
+
+    @function
+    def program(s: State) -> None:
+        s += DOC
+        s.flush()
+        before = at_server(balanced, s)
+        with s.peek() as p:
+            p += "Is it?" + select("ok", [" yes", " no"]) + gen("why", max_tokens=20)
+            p.sync()
+            assert at_server(balanced, s) == before
+        assert (nodes(s), at_server(balanced, s)) == (1, before)
+        with s.fork(4) as branches:
+            branches += [f" {i}" + gen("a", max_tokens=4) for i in range(4)]
+            best = branches.best("a")
+            assert nodes(s) == 1 + 4
+            s.keep(best)
+        assert nodes(s) == 1 + 1
+        s += gen("b", max_tokens=4)
+        check_text(s)
+
+    program.run(backend=balanced, temperature=0)
+
+
+def test_constrained_and_empty_gens(balanced: rw.Engine) -> None:
+    """A grammar that ends with its last token has no EOS to trim; no tokens are no text."""
+
+    @function
+    def program(s: State) -> None:
+        s += DOC + " Yes or no? "
+        s += gen("a", regex="(yes|no)", max_tokens=8) + ". "
+        s += gen_int("n", max_tokens=6) + "; "
+        s += gen("nothing", max_tokens=0) + "and " + gen("z", max_tokens=2)
+        check_text(s)
+
+    s = program.run(backend=balanced, temperature=0)
+    assert s["a"] in ("yes", "no")
+    assert s["n"].strip().lstrip("+-").isdigit()
+    assert s["nothing"] == ""
+    assert s.text() == f"{DOC} Yes or no? {s['a']}. {s['n']}; and {s['z']}"
+
+
 def test_errors_keep_their_type_in_process(balanced: rw.Engine) -> None:
     """The engine carries only a message; the type is inside it."""
     with pytest.raises(rw.UnknownOwner):
@@ -269,7 +392,7 @@ def test_errors_keep_their_type_in_process(balanced: rw.Engine) -> None:
     with pytest.raises(rw.UnsupportedByRule):
         function(lambda s: (s.__iadd__("Q"), s.clear_context(tail="commit"))).run(backend=balanced)
     with pytest.raises(rw.StateError, match=r"(?i)long|length|max"):
-        function(lambda s: (s.__iadd__("word " * 600 + gen("a")), s.sync())).run(backend=balanced)
+        function(lambda s: (s.__iadd__("word " * 5000 + gen("a")), s.sync())).run(backend=balanced)
 
 
 @pytest.mark.parametrize("program", GREEDY, ids=lambda p: p.__name__)
@@ -281,6 +404,40 @@ def test_http_and_engine_give_equal_ids(
     there = function(program).run(backend=runtime, temperature=0)
     assert there.tokens == here.tokens
     assert there.state_id == here.state_id
+
+
+@function
+def resumed(s: State) -> Any:
+    place = (s.tokens, s.text(), list(s.messages()), s.state_id, s.position, s.version, s.tail)
+    s += assistant(gen("b", max_tokens=40, temperature=0)) + user("On")
+    s += assistant(gen("c", max_tokens=9, temperature=0))
+    check_text(s)
+    assert s.get_meta_info("b")["cached_tokens"] >= place[4]
+    return place, s["b"], s["c"], s.tokens, s.state_id, s.version
+
+
+@function
+def saved(s: State) -> Any:
+    s += user(DOC) + assistant(gen("a", max_tokens=21, temperature=0))
+    with s.frozen():
+        s += "Is it? " + select("ok", ["yes", "no"])
+    here = s.checkpoint("here")
+    s += "Taken back" + gen("x", max_tokens=9, temperature=0)
+    s.rollback(here)
+    s += user("And")
+    s.snapshot("talk", kv=True)
+    assert s.memory()["context_tokens"] >= s.position
+    drawn = rw.tree(s)
+    assert s.owner not in drawn
+    assert all(name in drawn for name in ("HEAD", "checkpoint here", "gen a", "o  root"))
+    return resumed.func(s)
+
+
+def test_a_program_goes_on_in_another_process(balanced: rw.Engine, runtime: rw.Runtime) -> None:
+    """Guards: a context that is another one, or is computed again, behind a snapshot with KV."""
+    original = saved.run(backend=balanced).ret_value
+    for backend in (balanced, runtime):
+        assert resumed.run(backend=backend, state="talk").ret_value == original
 
 
 def test_http_errors_keep_their_type(runtime: rw.Runtime) -> None:
@@ -318,7 +475,7 @@ def test_killed_server(server: Server, runtime: rw.Runtime) -> None:
             killed.append(time.monotonic())
             server.kill()
 
-        s += gen("b", max_tokens=400, ignore_eos=True)
+        s += gen("b", max_tokens=3000, ignore_eos=True, temperature=0)
         threading.Timer(0.3, kill).start()
         with pytest.raises(ServerGone):
             s["b"]
@@ -336,7 +493,7 @@ def test_killed_engine_process(engine: rw.Engine) -> None:
     def program(s: State) -> None:
         s += "Q" + gen("a", max_tokens=2)
         s.sync()
-        s += gen("b", max_tokens=400, ignore_eos=True)
+        s += gen("b", max_tokens=3000, ignore_eos=True, temperature=0)
         time.sleep(0.3)
         for child in engine.transport._children:  # type: ignore[attr-defined]
             child.kill()

@@ -30,17 +30,9 @@ from .conftest import check_text
 from .fake_http import FakeHttp
 from .fake_transport import FakeServer
 from .test_programs import PROGRAMS
-from .toy_tokenizer import toy_tokenizer
 
 pytestmark = pytest.mark.timeout(60)
 GREEDY = [program for program in PROGRAMS if program.__name__ != "best_of"]
-
-
-@pytest.fixture(scope="module")
-def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tokenizer")
-    toy_tokenizer().save_pretrained(path)
-    return path
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from sgl_rwttt.models.hebbian import (
     config_keys,
     projection,
     token_shares,
+    translation,
     ttt_weights,
 )
 
@@ -93,17 +94,32 @@ def test_config_keys_are_what_the_backend_reads() -> None:
     assert config.target == "input_embed"
 
 
-@pytest.mark.parametrize(
-    ("layers", "tied"), [(26, True), (30, False)], ids=["too-short", "untied-head"]
-)
-def test_another_model_is_refused(layers: int, tied: bool) -> None:
-    """Constants measured on one model are applied to another without a word."""
-    config = {"num_hidden_layers": layers, "tie_word_embeddings": tied, "vocab_size": VOCAB}
+def test_translation_finds_the_head(embedding: Tensor, shares: Tensor) -> None:
+    """A token's own embedding is written where its row of an untied head was meant."""
+    turn = torch.linalg.qr(torch.randn(D, D, dtype=torch.float64)).Q
+    head = 2.5 * embedding.double() @ turn + 4.0  # another common direction, which cancels
+    found = translation(embedding, head, shares)
+    assert torch.allclose(found, 2.5 * turn, atol=1e-4)
+    assert torch.allclose(
+        translation(embedding, embedding, shares), torch.eye(D).double(), atol=1e-4
+    )
+    tied = ttt_weights(embedding, torch.ones(D), shares, RECIPE)
+    untied = ttt_weights(embedding, torch.ones(D), shares, RECIPE, head)
+    name = "model.layers.24.mlp.ttt_proj.weight"
+    assert torch.allclose(tied[name].double() @ found, untied[name].double(), atol=1e-4)
+
+
+def test_another_model_is_refused() -> None:
+    """Tensors for layers that the model does not have; ids of another tokenizer."""
+    config = {"num_hidden_layers": 26, "tie_word_embeddings": True}
     weights: dict[str, Tensor] = {
         "model.embed_tokens.weight": torch.zeros(VOCAB, D),
         "model.norm.weight": torch.ones(D),
     }
-    with pytest.raises(ValueError, match="tied"):
+    with pytest.raises(ValueError, match="0 to 25"):
         add_hebbian(config, weights, [1, 2])
+    config["num_hidden_layers"] = 27
+    with pytest.raises(ValueError, match="token 500"):
+        add_hebbian(config, weights, [1, VOCAB])
     assert len(weights) == 2
     assert "ttt_mode" not in config

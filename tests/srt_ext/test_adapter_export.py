@@ -17,8 +17,9 @@ from sgl_rwttt.core.lineage import root_id
 from sgl_rwttt.core.slots import SlotPool
 from sgl_rwttt.core.snapshots import Link
 from sgl_rwttt.core.store import TTTStateStore
+from sgl_rwttt.srt_ext.context_snapshots import open_snapshots
 from sgl_rwttt.srt_ext.options import TTTOptions
-from sgl_rwttt.srt_ext.snapshots import open_snapshots, required_fields
+from sgl_rwttt.srt_ext.snapshots import required_fields
 
 CONFIG = LoraDeltaConfig(DecoderShape(2, 32, 4, 2, 8, 56), rank=4, alpha=8.0)
 

@@ -92,6 +92,11 @@ class Busy(Housekeeping, Stock):
         self.ttt = SimpleNamespace(metrics=metrics, rows={})
         self.session_controller = SimpleNamespace(sessions={})
         self.waiting_queue: list[Any] = []
+        self.grammar_manager = SimpleNamespace(grammar_queue=[])
+
+    @staticmethod
+    def _tokenized_requests(message: Any) -> tuple[Any, ...]:
+        return (message,) if hasattr(message, "session_params") else ()
 
 
 def test_gauges_are_set_once_a_second_and_before_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,14 +123,24 @@ def test_gauges_are_set_once_a_second_and_before_a_pause(monkeypatch: pytest.Mon
     assert off.refreshed == []
 
 
-def test_who_runs_or_waits_is_not_idle() -> None:
-    """Guards: an owner that times out under its own long request."""
+def test_who_runs_waits_or_is_named_is_not_idle() -> None:
+    """Guards: an owner that times out under its own long request, or with its renewal unread."""
     scheduler = Busy()
-    names = ("running", "waiting", "idle")
+    names = ("running", "waiting", "compiling", "renewed", "told", "asked", "idle")
     owners = {name: SimpleNamespace(last_active_time=-1.0) for name in names}
     scheduler.session_controller.sessions = owners
     stateless = SimpleNamespace(session=None)
     scheduler.ttt.rows = {1: SimpleNamespace(req=SimpleNamespace(session=owners["running"]))}
     scheduler.waiting_queue = [stateless, SimpleNamespace(session=owners["waiting"])]
-    scheduler.process_input_requests([])
-    assert [owners[name].last_active_time > 0 for name in names] == [True, True, False]
+    scheduler.grammar_manager.grammar_queue = [SimpleNamespace(session=owners["compiling"])]
+    messages = [
+        SimpleNamespace(op="renew", args='{"owners": ["unknown", "renewed", ["idle"], 5]}'),
+        SimpleNamespace(op="unpin", args='{"owner": "told", "name": "idle"}'),
+        SimpleNamespace(session_params=SimpleNamespace(id="asked")),
+        SimpleNamespace(session_params=SimpleNamespace(id=["idle"])),
+        SimpleNamespace(session_params=None),
+        *(SimpleNamespace(op="close", args=text) for text in ("", "[", "[]", '{"owner": {}}')),
+        "another message",
+    ]
+    scheduler.process_input_requests(messages)
+    assert [name for name in names if owners[name].last_active_time < 0] == ["idle"]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from sgl_rwttt.core.effects import Effect
 from sgl_rwttt.core.errors import IntegrityError, InvalidStateRequest, StateCapacity
 from sgl_rwttt.srt_ext import http, observe, sessions
 from sgl_rwttt.srt_ext.housekeeping import Housekeeping
@@ -71,6 +74,50 @@ def test_a_listing_counts_what_an_owner_holds() -> None:
     assert a["referenced_bytes"] == 3 * rig.backend.page_bytes
     assert (b["referenced_bytes"], a["idle_s"]) == (0, 0.0)
     assert 5 <= a["age_s"] < 60
+
+
+def test_memory_tells_own_from_shared() -> None:
+    """Guards: a page counted as an owner's own that another one reads too; numbers of SGLang's,
+    which are numpy's, that end the scheduler because JSON has no place for them.
+    """
+    scheduler: Any = Scheduler("a", "b")
+    rig, session = scheduler.rig, scheduler.session_controller.sessions["a"]
+    pool = SimpleNamespace(get_kv_size_bytes=lambda: (np.int64(60), np.int64(40)))
+    scheduler.token_to_kv_pool_allocator = SimpleNamespace(
+        size=9, page_size=1, get_kvcache=lambda: pool
+    )
+    scheduler.session_controller.get = scheduler.session_controller.sessions.get
+    state = rig.start("a")
+    rig.write(state, list(range(9)))
+    rig.store.pin("a", "here", state)
+    twin = rig.store.fork(state, "b", "twin")
+    session.req_nodes = {
+        "x": SimpleNamespace(
+            parent=None,
+            req=SimpleNamespace(
+                rid="x",
+                finished=lambda: True,
+                ttt=SimpleNamespace(
+                    kept=4,
+                    current_report=lambda: {"position": 9},
+                    mode=Effect.WRITE,
+                    pinned=False,
+                ),
+            ),
+        )
+    }
+    memory = json.loads(json.dumps(observe._memory(scheduler, session)))
+    assert memory == {
+        "pages": 3,
+        "own_pages": 1,  # the open tail; b has copied its rows
+        "bases": 0,
+        "own_bases": 0,
+        "state_bytes": 3 * rig.backend.page_bytes,
+        "own_bytes": rig.backend.page_bytes,
+        "context_tokens": 5,
+        "kv_bytes": 50,
+    }
+    rig.store.release(twin)
 
 
 def test_health_tells_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

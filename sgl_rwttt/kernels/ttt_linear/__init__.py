@@ -1,0 +1,1 @@
+"""TTT-Linear: one mini-batch of the inner learner, and the step to the next one."""
