@@ -232,7 +232,9 @@ class StateBackend(BaseBackend):
         The requests are scratch children of the cursor's point, in one batch.
         """
         owner.sweep()
-        payload = self._payload(owner, cursor, ids, CONSUME, Effect.READ)
+        # Frozen tokens of a model without KV do not see each other, and what is scratch may write.
+        mode = Effect.WRITE if owner.opened.get("rule") == "streaming" else Effect.READ
+        payload = self._payload(owner, cursor, ids, CONSUME, mode)
         payload["rid"] = [uuid.uuid4().hex for _ in ids]
         payload.update(return_logprob=True, logprob_start_len=max(len(cursor.ledger) - 1, 0))
         try:
