@@ -41,7 +41,9 @@ class StateBackend(Protocol[Plan]):
         ...
 
     def begin_step(self, segments: Sequence[Segment]) -> Plan:
-        """Plan one forward over ``segments``. Changes no state; raises on an illegal step."""
+        """Plan one forward over ``segments``; raises on an illegal step.
+
+        Changes nothing but slots that the segments' candidates own."""
         ...
 
     def layer_step(self, plan: Plan, slot: int, h: Tensor, target: Tensor) -> Tensor:

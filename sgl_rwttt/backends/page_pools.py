@@ -179,10 +179,10 @@ class PagePools:
         Raises ValueError, changing nothing, for a page outside the pool or tensors of another
         dtype or shape.
         """
-        rows = tensors["tail.H"].shape[1]
+        rows = tensors["tail.H"].shape[1] if "tail.H" in tensors else 0
         layout = self.tail_layout(rows)
         fits = {name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()} == layout
-        if not (fits and 0 < page < self.pages and rows < self.config.chunk):
+        if not (fits and 0 < page < self.pages and 0 < rows < self.config.chunk):
             raise ValueError(f"cannot fill {rows} rows of page {page}")
         first = page * self.config.chunk
         for pool, name in ((self.H, "tail.H"), (self.V, "tail.T")):

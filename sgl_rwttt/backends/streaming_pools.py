@@ -158,7 +158,7 @@ class StreamingPools:
         Raises ValueError, changing nothing, for a page outside the pool or tensors of another
         dtype or shape.
         """
-        rows = tensors["tail.K"].shape[1]
+        rows = tensors["tail.K"].shape[1] if "tail.K" in tensors else 0
         fits = {
             name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()
         } == self.tail_layout(rows)

@@ -17,26 +17,12 @@ from sgl_rwttt.core.candidate import Candidate
 from sgl_rwttt.core.effects import Effect
 from sgl_rwttt.core.lineage import root_id
 from sgl_rwttt.core.owners import OwnerState
-from sgl_rwttt.core.slots import SlotPool
 from sgl_rwttt.core.spans import ModeSpans
 from sgl_rwttt.core.store import TTTStateStore
+from sgl_rwttt.testing.memory import PoisonedPool
 from tests.backends.oracle import InPlaceOracle
 
 VOCAB = 50
-
-
-class PoisonedPool(SlotPool):
-    """A slot pool that fills a slot with NaN when it is freed."""
-
-    def __init__(self, total: int, name: str, poison) -> None:
-        super().__init__(total, name)
-        self._poison = poison
-        for slot in range(total):
-            poison(slot)
-
-    def free(self, slot: int) -> None:
-        super().free(slot)
-        self._poison(slot)
 
 
 class Rig:

@@ -19,7 +19,7 @@ from sgl_rwttt.core.lineage import root_id
 from sgl_rwttt.core.owners import OwnerState
 from sgl_rwttt.core.spans import ModeSpans
 from sgl_rwttt.core.store import TTTStateStore
-from tests.backends.in_place_rig import PoisonedPool
+from sgl_rwttt.testing.memory import PoisonedPool
 from tests.golden_streaming import StreamingCase
 
 Write = tuple[OwnerState, Sequence[int], "ModeSpans | Effect"]

@@ -15,7 +15,7 @@ from sgl_rwttt.core.owners import OwnerState
 from sgl_rwttt.core.slots import SlotPool
 from sgl_rwttt.core.spans import ModeSpans
 from sgl_rwttt.core.store import TTTStateStore
-from tests.backends.in_place_rig import PoisonedPool
+from sgl_rwttt.testing.memory import PoisonedPool
 from tests.backends.lora_oracle import VOCAB, Owner, tiny_model
 from tests.backends.lora_rig import Reads, make_backend, reading
 

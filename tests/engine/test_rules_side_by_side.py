@@ -71,7 +71,7 @@ def balanced(engine: rw.Engine) -> Iterator[None]:
 
 
 def test_chat(engine: rw.Engine) -> None:
-    """Guards the language against what only In-Place TTT has; the state has to move and to count."""
+    """Guards the language against what only In-Place TTT has; the state moves, and it counts."""
     report = chat.main([])
     assert len(report.answers) == 3
     assert 0 < report.versions[0] < report.versions[1] < report.versions[2]
