@@ -43,7 +43,8 @@ class StateBackend(Protocol[Plan]):
     def begin_step(self, segments: Sequence[Segment]) -> Plan:
         """Plan one forward over ``segments``; raises on an illegal step.
 
-        Changes nothing but slots that the segments' candidates own."""
+        Changes nothing but slots that the segments' candidates own.
+        """
         ...
 
     def layer_step(self, plan: Plan, slot: int, h: Tensor, target: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from sgl_rwttt.lang import StateBackend
+from sgl_rwttt.lang import Runtime, StateBackend
 from tests.benchmarks.scripts import load, table_rows
+from tests.engine.server import cli, serving
 from tests.golden import FOLDER as GOLDEN
 from tests.lang.fake_transport import FakeServer, FakeTransport
 
@@ -113,13 +114,17 @@ def char_checkpoint(folder: Path) -> Path:
 
 
 @pytest.mark.engine
-def test_siblings_at_toy_size(lang: ModuleType, tmp_path: Path) -> None:
-    """Guards: a server that does not start, a stock program that generates something else."""
-    given = ["--quick", "--only", "siblings", "--threads", "1"]
-    given += ["--model", str(char_checkpoint(tmp_path))]
-    report = lang.measure(lang.parse(given), given)
-    runs = {kind: kept for kind, (kept,) in report["siblings"].items()}
-    assert {kind: run["tokens"] for kind, run in runs.items()} == dict.fromkeys(
-        ("siblings", "independent", "stock"), 3.0 * 4
-    )
-    assert len(table_rows(lang.render(report))) == 3
+def test_siblings_at_toy_size(worker: ModuleType, tmp_path: Path) -> None:
+    """Guards: a server that does not start, a stock program that generates something else.
+
+    All three on one of our servers: the stock interpreter speaks to any SGLang server.
+    """
+    folder = char_checkpoint(tmp_path)
+    command = cli("serve", str(folder), "--max-total-tokens", "2048", "--ttt-memory-mb", "16")
+    with serving(command, tmp_path / "log") as server:
+        backend = Runtime(server.url, tokenizer_path=str(folder))
+        runs = [worker.siblings(backend, "The state is", branches=3, decode=4)]
+        runs.append(worker.independent(backend, "The state is", branches=3, decode=4))
+        runs.append(worker.stock_siblings(server.url, "The state is", branches=3, decode=4))
+    assert [run["tokens"] for run in runs] == [12.0] * 3
+    assert all(run["seconds"] > 0 for run in runs)

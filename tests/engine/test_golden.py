@@ -21,6 +21,7 @@ from tests.golden import GoldenCase, golden_case, golden_names
 
 pytestmark = pytest.mark.engine
 TOLERANCE = 1e-4  # absolute, on log-probabilities in float32
+EVERY_CUT = "llama_hidden_proj"  # cut at every position; the others at some, to save time
 
 
 @pytest.fixture(scope="module", params=golden_names())
@@ -93,7 +94,8 @@ def test_prefill_cut_at_every_position(served: Served, case: GoldenCase) -> None
     """Guards: a tail carried over a cut (open page, copy-on-write) that loses or doubles rows."""
     tokens = case.prompt_ids
     expected = expected_outputs(case)[:4]
-    for cut in range(1, len(tokens)):
+    every = 1 if case.name == EVERY_CUT else 5  # the others' shapes meet boundaries and tails too
+    for cut in range(1, len(tokens), every):
         served.flush()
         owner = served.open()
         first = served.generate(tokens[:cut], n=0, owner=owner)

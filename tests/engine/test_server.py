@@ -251,8 +251,6 @@ def test_plain_launch_server(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "flags, named",
     [
-        (["--enable-mixed-chunk"], "--enable-mixed-chunk"),
-        (["--enable-streaming-session"], "--enable-streaming-session"),
         (["--tp-size", "2"], "--tp-size"),
         (["--ttt-memory-mb", "0"], "--ttt-memory-mb"),
     ],
@@ -260,7 +258,10 @@ def test_plain_launch_server(tmp_path: Path) -> None:
 def test_unsupported_flags_stop_the_server_by_name(
     flags: list[str], named: str, tmp_path: Path
 ) -> None:
-    """Guards: a combination that would corrupt states silently."""
+    """Guards: a combination that would corrupt states silently, refused by a test of its own only.
+
+    Every refused flag is in tests/srt_ext/test_options.py; here one of SGLang's and one of ours.
+    """
     command = cli("serve", str(CASE.path), "--skip-tokenizer-init", *flags)
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode != 0
