@@ -67,6 +67,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, help=help_text)
     parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"))
     parser.add_argument("--model", default="embedded", help="`embedded` or a checkpoint folder")
+    parser.add_argument(
+        "--rule",
+        choices=("checkpoint", "lora_delta"),
+        default="checkpoint",
+        help="of (a) and (b): the checkpoint's own, or LoRA deltas on the one without TTT",
+    )
     parser.add_argument("--base", type=Path, help="folder of the same checkpoint without TTT")
     threads = int(os.environ.get("OMP_NUM_THREADS") or physical_cores())
     parser.add_argument("--threads", type=int, default=threads, help=f"default here: {threads}")
@@ -167,13 +173,19 @@ def job_for(
     return Job(
         model=str(engine.pop("model_path")),
         options=engine,
-        state={"ttt_memory_mb": 64} if options.quick else {},
+        state={} if stock else state_options(options),
         ttt=not stock,
         prompts=prompts,
         decode=options.decode,
         repeats=options.repeats,
         modes=["batch"] if stock else ["serial", "batch"],
     )
+
+
+def state_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The ``ttt_*`` options of our engine."""
+    state: dict[str, Any] = {"ttt_memory_mb": 64} if options.quick else {}
+    return state | ({} if options.rule == "checkpoint" else {"ttt_backend": options.rule})
 
 
 def environment(options: argparse.Namespace, stock: bool) -> dict[str, str]:
@@ -294,6 +306,8 @@ def measure(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, 
         else:
             model = Path(options.model)
             base = options.base or base_checkpoint(model, Path(folder))
+        if options.rule != "checkpoint":
+            model = base
         options.attention_backend = (
             options.attention_backend or engine_defaults(base)["attention_backend"]
         )

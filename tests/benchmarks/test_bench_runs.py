@@ -106,6 +106,15 @@ def test_base_checkpoint_has_no_state(serving: ModuleType, tmp_path: Path) -> No
     assert (base / "model.safetensors").is_file()
 
 
+def test_another_rule(serving: ModuleType, tmp_path: Path) -> None:
+    """Guards: LoRA deltas measured on a checkpoint with a rule of its own, or stock given one."""
+    options = serving.parse(["--quick", "--rule", "lora_delta", "--attention-backend", "x"])
+    ours = serving.job_for(options, tmp_path, "float32", False, [[1]])
+    stock = serving.job_for(options, tmp_path, "float32", True, [[1]])
+    assert ours.state == {"ttt_memory_mb": 64, "ttt_backend": "lora_delta"}
+    assert stock.state == {}
+
+
 @pytest.mark.engine
 def test_serving_at_toy_size(serving: ModuleType) -> None:
     """Guards: a window of other tokens, an engine that is not the one named, lost writes."""

@@ -427,6 +427,7 @@ class FakeServer:
             "mode": custom["ttt_mode"],
             "state_id": clock.state_id.hex(),
             "versions": [],
+            "updates": clock.number - number,
         }
         if "ttt_pin" in custom:
             session.pins.add(custom["ttt_pin"])

@@ -1,0 +1,170 @@
+"""Is adapting useful? The loss of a document's second half after its first half, context dropped.
+
+Per document: the loss of the second half in an empty context, then the first half is written into
+the state and the context is dropped, then the same loss again. Kinds of documents:
+  code   modules of Python's standard library
+  pages  the descriptions of the installed Python distributions (Markdown and reStructuredText)
+
+Each setting is an engine in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+from common import command_line, machine, machine_line, markdown_table, run_worker, write_json
+
+from sgl_rwttt.models.embedded import ensure
+from sgl_rwttt.models.held_out import Change
+from sgl_rwttt.srt_ext.launch import physical_cores
+
+WORKER = Path(__file__).resolve().with_name("adaptation_worker.py")
+TIMEOUT_S = 4 * 3600.0
+HEAD = 1000  # characters at a document's start that are left out: licences, badges, imports
+KINDS = ("code", "pages")
+FULL = {"documents": 20, "first": 384, "second": 192}
+QUICK = {"documents": 2, "first": 70, "second": 20}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A rule with its parameters."""
+
+    ttt: bool  # the embedded checkpoint with its own rule, or without one
+    options: dict[str, Any]
+
+
+SETTINGS = {
+    "in_place": Setting(True, {}),
+    "lora_delta, defaults": Setting(False, {"ttt_backend": "lora_delta"}),
+    "lora_delta, lr 1e-3, tau 0": Setting(
+        False, {"ttt_backend": "lora_delta", "ttt_lr": 1e-3, "ttt_tau": 0.0}
+    ),
+}
+
+
+def texts(kind: str) -> Iterator[str]:
+    """Documents of one kind without their heads, in a fixed order."""
+    if kind == "code":
+        for file in sorted(Path(os.__file__).parent.glob("*.py")):
+            yield file.read_text(encoding="utf-8", errors="replace")[HEAD:]
+        return
+    found = {each.metadata["Name"].lower(): each.metadata for each in distributions()}
+    for _, metadata in sorted(found.items()):
+        yield str(metadata.get("Description") or metadata.get_payload() or "")[HEAD:]
+
+
+def documents(kind: str, tokenizer: Any, count: int, length: int) -> list[list[int]]:
+    """Token ids of the first `count` documents that have `length` tokens.
+
+    Raises ValueError when there are not so many.
+    """
+    found: list[list[int]] = []
+    for text in texts(kind):
+        ids = tokenizer.encode(text[: 12 * length], add_special_tokens=False).ids
+        if len(ids) >= length:
+            found.append(ids[:length])
+        if len(found) == count:
+            return found
+    raise ValueError(f"{len(found)} documents of kind {kind} have {length} tokens, not {count}")
+
+
+def measure(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
+    """All settings and kinds; the report that `render` prints."""
+    from tokenizers import Tokenizer
+
+    facts = machine(options.threads)
+    tokenizer = Tokenizer.from_file(str(ensure() / "tokenizer.json"))
+    length = options.first + options.second
+    given = {k: documents(k, tokenizer, options.documents, length) for k in options.kinds}
+    results = {}
+    for name in options.settings:
+        print(f"running {name} ...", file=sys.stderr, flush=True)
+        setting = SETTINGS[name]
+        job = {
+            "model": str(ensure(ttt=setting.ttt)),
+            "options": {"max_total_tokens": 8192, "ttt_memory_mb": 512, **setting.options},
+            "first": options.first,
+            "documents": given,
+        }
+        env = {"OMP_NUM_THREADS": str(options.threads)}
+        results[name] = run_worker(WORKER, job, env, TIMEOUT_S)
+    return {
+        "benchmark": "adaptation",
+        "machine": facts,
+        "command": command_line(__file__, arguments, options.threads),
+        "size": {name: getattr(options, name) for name in FULL},
+        "settings": {name: asdict(SETTINGS[name]) for name in results},
+        "results": results,
+    }
+
+
+def render(report: dict[str, Any]) -> str:
+    """The report as Markdown."""
+    size, rows = report["size"], []
+    for name, result in report["results"].items():
+        for kind, runs in result.items():
+            change = Change.of([(run["before"], run["after"]) for run in runs])
+            better = sum(run["after"] < run["before"] for run in runs)
+            rows.append(
+                [
+                    name,
+                    kind,
+                    f"{change.before:.3f} -> {change.after:.3f}",
+                    f"{change.mean:+.4f} +- {change.error:.4f}",
+                    f"{100 * change.mean / change.before:+.1f} %",
+                    f"{better} of {change.n}",
+                    f"{sum(run['updates'] for run in runs) / change.n:.1f}",
+                    f"{sum(run['seconds'] for run in runs) / change.n:.1f}",
+                ]
+            )
+    header = ["rule", "documents", "loss, nats per token", "change +- standard error", "share"]
+    header += ["lower in", "updates each", "s to adapt"]
+    return "\n\n".join(
+        [
+            f"{machine_line(report['machine'])}\n\n`{report['command']}`",
+            f"{size['documents']} documents per kind, {size['first']} tokens read, loss of the "
+            f"{size['second']} after them in an empty context",
+            markdown_table(header, rows),
+        ]
+    )
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The flags; SystemExit for wrong usage."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    for name, default in FULL.items():
+        parser.add_argument(f"--{name}", type=int, help=f"default {default}")
+    parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    threads = int(os.environ.get("OMP_NUM_THREADS") or physical_cores())
+    parser.add_argument("--threads", type=int, default=threads, help=f"default here: {threads}")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write all measurements")
+    parser.add_argument("--quick", action="store_true", help="does it run?")
+    options = parser.parse_args(arguments)
+    for name, value in (QUICK if options.quick else FULL).items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    if options.documents < 2 or min(options.first, options.second, options.threads) < 1:
+        parser.error("--documents must be at least 2; --first, --second and --threads at least 1")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, and store the raw numbers if asked to."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    options = parse(given)
+    report = measure(options, given)
+    print(render(report))
+    write_json(options.out, report)
+
+
+if __name__ == "__main__":
+    main()
