@@ -1,0 +1,108 @@
+"""What a WRITE costs: owners that complete a chunk in one decode step, beside a step without.
+
+Each rule on the embedded model, through the real engine, in a process of its own. The cost of a
+WRITE is the step's time less that of the steps around it; per owner it is that over the group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench_adaptation import SETTINGS
+from common import (
+    Spread,
+    command_line,
+    machine,
+    machine_line,
+    markdown_table,
+    run_worker,
+    write_json,
+)
+
+from sgl_rwttt.models.embedded import ensure
+from sgl_rwttt.srt_ext.launch import physical_cores
+
+WORKER = Path(__file__).resolve().with_name("writes_worker.py")
+TIMEOUT_S = 3600.0
+RULES = ("in_place", "lora_delta, lr 1e-3, tau 0")  # with tau 0 every segment is learnt
+
+
+def measure(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
+    """Every rule; the report that `render` prints."""
+    facts, results = machine(options.threads), {}
+    for name in RULES:
+        print(f"running {name} ...", file=sys.stderr, flush=True)
+        setting = SETTINGS[name]
+        job = {
+            "model": str(ensure(ttt=setting.ttt)),
+            "options": {"max_total_tokens": 8192, "ttt_memory_mb": 512, **setting.options},
+            "groups": options.groups,
+            "repeats": options.repeats,
+        }
+        env = {"OMP_NUM_THREADS": str(options.threads)}
+        results[name] = run_worker(WORKER, job, env, TIMEOUT_S)
+    return {
+        "benchmark": "writes",
+        "machine": facts,
+        "command": command_line(__file__, arguments, options.threads),
+        "size": {"groups": options.groups, "repeats": options.repeats},
+        "results": results,
+    }
+
+
+def render(report: dict[str, Any]) -> str:
+    """The report as Markdown."""
+    rows, memory = [], []
+    for name, result in report["results"].items():
+        pools = result["pools"]
+        for group, runs in result["groups"].items():
+            plain = Spread.of([1e3 * run["plain"] for run in runs])
+            each = Spread.of([1e3 * (run["write"] - run["plain"]) / int(group) for run in runs])
+            rows.append([name, str(pools["chunk"]), group, plain.text(), each.text()])
+        kib = [f"{pools[key] / 1024:.0f}" for key in ("page_bytes", "base_bytes")]
+        memory.append([name, str(pools["chunk"]), *kib, str(pools["fold_pages"] or "never")])
+    repeats = report["size"]["repeats"]
+    return "\n\n".join(
+        [
+            f"{machine_line(report['machine'])}\n\n`{report['command']}`",
+            f"Median of {repeats} runs (smallest..largest)",
+            markdown_table(
+                ["rule", "chunk", "owners", "step without a WRITE, ms", "WRITE, ms per owner"], rows
+            ),
+            markdown_table(
+                ["rule", "chunk", "page, KiB", "dense base, KiB", "pages before a base"], memory
+            ),
+        ]
+    )
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The flags; SystemExit for wrong usage."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--groups", nargs="+", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--repeats", type=int, default=5)
+    threads = int(os.environ.get("OMP_NUM_THREADS") or physical_cores())
+    parser.add_argument("--threads", type=int, default=threads, help=f"default here: {threads}")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write all measurements")
+    options = parser.parse_args(arguments)
+    if min(*options.groups, options.repeats, options.threads) < 1:
+        parser.error("--groups, --repeats and --threads must be at least 1")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, and store the raw numbers if asked to."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    options = parse(given)
+    report = measure(options, given)
+    print(render(report))
+    write_json(options.out, report)
+
+
+if __name__ == "__main__":
+    main()
