@@ -1,6 +1,6 @@
 """The frontend: programs that fork, roll back, freeze and adapt the state of a served model.
 
-Importing this package imports sglang.lang, but neither torch nor a server.
+Importing this package imports sglang.lang, and with it torch, but nothing of a server.
 """
 
 from .answer import Score
