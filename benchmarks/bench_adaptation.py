@@ -19,11 +19,18 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from common import command_line, machine, machine_line, markdown_table, run_worker, write_json
+from common import (
+    add_run_flags,
+    command_line,
+    machine,
+    machine_line,
+    markdown_table,
+    run,
+    run_worker,
+)
 
 from sgl_rwttt.models.embedded import ensure
 from sgl_rwttt.models.held_out import Change
-from sgl_rwttt.srt_ext.launch import physical_cores
 
 WORKER = Path(__file__).resolve().with_name("adaptation_worker.py")
 TIMEOUT_S = 4 * 3600.0
@@ -144,9 +151,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, help=f"default {default}")
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    threads = int(os.environ.get("OMP_NUM_THREADS") or physical_cores())
-    parser.add_argument("--threads", type=int, default=threads, help=f"default here: {threads}")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write all measurements")
+    add_run_flags(parser)
     parser.add_argument("--quick", action="store_true", help="does it run?")
     options = parser.parse_args(arguments)
     for name, value in (QUICK if options.quick else FULL).items():
@@ -159,11 +164,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and store the raw numbers if asked to."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    options = parse(given)
-    report = measure(options, given)
-    print(render(report))
-    write_json(options.out, report)
+    run(arguments, parse, measure, render)
 
 
 if __name__ == "__main__":

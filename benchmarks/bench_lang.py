@@ -13,7 +13,6 @@ Each server runs in its own process, one after the other, after a warm-up.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
@@ -25,18 +24,18 @@ from typing import Any
 from bench_serving import base_checkpoint, text_tokens
 from common import (
     Spread,
+    add_run_flags,
     command_line,
     machine,
     machine_line,
     markdown_table,
+    run,
     run_worker,
-    write_json,
 )
 from lang_null import overhead
 from lang_worker import VERBS, Job
 
 from sgl_rwttt.models.embedded import ensure
-from sgl_rwttt.srt_ext.launch import physical_cores
 
 WORKER = Path(__file__).resolve().with_name("lang_worker.py")
 TIMEOUT_S = 3600.0
@@ -233,9 +232,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
     parser.add_argument("--model", default="embedded", help="`embedded` or a checkpoint folder")
     parser.add_argument("--attention-backend", help="of all servers; default: each one's own")
-    threads = int(os.environ.get("OMP_NUM_THREADS") or physical_cores())
-    parser.add_argument("--threads", type=int, default=threads, help=f"default here: {threads}")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write all measurements")
+    add_run_flags(parser)
     parser.add_argument("--quick", action="store_true", help="toy size; the numbers mean nothing")
     options = parser.parse_args(arguments)
     for name, value in (QUICK if options.quick else FULL).items():
@@ -248,11 +245,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and store the raw numbers if asked to."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    options = parse(given)
-    report = measure(options, given)
-    print(render(report))
-    write_json(options.out, report)
+    run(arguments, parse, measure, render)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import sys
 import tempfile
@@ -28,18 +27,19 @@ from typing import Any
 
 from common import (
     Spread,
+    add_run_flags,
     command_line,
     machine,
     machine_line,
     markdown_table,
+    run,
     run_worker,
-    write_json,
 )
 from engine_worker import Job
 
 from sgl_rwttt.models.embedded import ensure
 from sgl_rwttt.srt_ext.attention import CPU_ATTENTION
-from sgl_rwttt.srt_ext.launch import engine_defaults, has_cuda, local_config, physical_cores
+from sgl_rwttt.srt_ext.launch import engine_defaults, has_cuda, local_config
 
 WORKER = Path(__file__).resolve().with_name("engine_worker.py")
 TEXTS = ("glossary.txt", "prose.txt", "code.txt", "frequency.txt")
@@ -74,8 +74,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="of (a) and (b): the checkpoint's own, or LoRA deltas on the one without TTT",
     )
     parser.add_argument("--base", type=Path, help="folder of the same checkpoint without TTT")
-    threads = int(os.environ.get("OMP_NUM_THREADS") or physical_cores())
-    parser.add_argument("--threads", type=int, default=threads, help=f"default here: {threads}")
     parser.add_argument(
         "--attention-backend", help="of all engines; default: what this machine's stock engine gets"
     )
@@ -85,7 +83,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         default="on" if has_cuda() else "off",
         help="overlap scheduling of (c); ours has it off. Default: off on the CPU, on with a GPU",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write all measurements")
+    add_run_flags(parser)
     parser.add_argument("--quick", action="store_true", help="toy size, float32, one repeat")
     options = parser.parse_args(arguments)
     for name, value in (QUICK if options.quick else FULL).items():
@@ -325,11 +323,7 @@ def measure(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and store the raw numbers if asked to."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    options = parse(given)
-    report = measure(options, given)
-    print(render(report))
-    write_json(options.out, report)
+    run(arguments, parse, measure, render)
 
 
 if __name__ == "__main__":

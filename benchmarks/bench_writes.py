@@ -7,7 +7,6 @@ WRITE is the step's time less that of the steps around it; per owner it is that 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,16 +15,16 @@ from typing import Any
 from bench_adaptation import SETTINGS
 from common import (
     Spread,
+    add_run_flags,
     command_line,
     machine,
     machine_line,
     markdown_table,
+    run,
     run_worker,
-    write_json,
 )
 
 from sgl_rwttt.models.embedded import ensure
-from sgl_rwttt.srt_ext.launch import physical_cores
 
 WORKER = Path(__file__).resolve().with_name("writes_worker.py")
 TIMEOUT_S = 3600.0
@@ -86,9 +85,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--groups", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--repeats", type=int, default=5)
-    threads = int(os.environ.get("OMP_NUM_THREADS") or physical_cores())
-    parser.add_argument("--threads", type=int, default=threads, help=f"default here: {threads}")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write all measurements")
+    add_run_flags(parser)
     options = parser.parse_args(arguments)
     if min(*options.groups, options.repeats, options.threads) < 1:
         parser.error("--groups, --repeats and --threads must be at least 1")
@@ -97,11 +94,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and store the raw numbers if asked to."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    options = parse(given)
-    report = measure(options, given)
-    print(render(report))
-    write_json(options.out, report)
+    run(arguments, parse, measure, render)
 
 
 if __name__ == "__main__":

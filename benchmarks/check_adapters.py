@@ -9,18 +9,24 @@ segment at a time). A difference above the limit is an error: exit status 1.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import command_line, machine, machine_line, markdown_table, run_worker, write_json
+from common import (
+    add_run_flags,
+    command_line,
+    machine,
+    machine_line,
+    markdown_table,
+    run,
+    run_worker,
+)
 
 from sgl_rwttt.models.embedded import ensure
 from sgl_rwttt.models.texts import text
-from sgl_rwttt.srt_ext.launch import physical_cores
 
 WORKER = Path(__file__).resolve().with_name("adaptation_worker.py")
 TEXTS = ("glossary", "prose", "code", "frequency")
@@ -166,9 +172,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--texts", nargs="+", choices=TEXTS, default=list(TEXTS))
     parser.add_argument("--steps", type=int, default=24, help="of each fit (default 24)")
-    threads = int(os.environ.get("OMP_NUM_THREADS") or physical_cores())
-    parser.add_argument("--threads", type=int, default=threads, help=f"default here: {threads}")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write all measurements")
+    add_run_flags(parser)
     options = parser.parse_args(arguments)
     if min(options.steps, options.threads) < 1:
         parser.error("--steps and --threads must be at least 1")
@@ -177,11 +181,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and store the raw numbers if asked to; 1 when a difference is too large."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    options = parse(given)
-    report = measure(options, given)
-    print(render(report))
-    write_json(options.out, report)
+    report = run(arguments, parse, measure, render)
     worst = max(max(pair) for pair in differences(report).values())
     if not worst < LIMIT:  # NaN too
         print(f"a difference of {worst:.1e} is above {LIMIT:.1e}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -12,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -123,6 +124,28 @@ def write_json(path: Path | None, report: dict[str, Any]) -> None:
     """Write the raw measurements of a run, when a file was asked for."""
     if path is not None:
         path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def add_run_flags(parser: argparse.ArgumentParser) -> None:
+    """Add --threads (default: OMP_NUM_THREADS, else the cores) and --out."""
+    threads = int(os.environ.get("OMP_NUM_THREADS") or physical_cores())
+    parser.add_argument("--threads", type=int, default=threads, help=f"default here: {threads}")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write all measurements")
+
+
+def run(
+    arguments: Sequence[str] | None,
+    parse: Callable[[Sequence[str]], argparse.Namespace],
+    measure: Callable[[argparse.Namespace, Sequence[str]], dict[str, Any]],
+    render: Callable[[dict[str, Any]], str],
+) -> dict[str, Any]:
+    """Measure, print, and store the raw numbers if ``--out`` asks for it; the report."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    options = parse(given)
+    report = measure(options, given)
+    print(render(report))
+    write_json(options.out, report)
+    return report
 
 
 def run_worker(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sgl_rwttt.backends.in_place_config import InPlaceConfig
 from sgl_rwttt.backends.in_place_plan import Block, StepPlan, plan_step, read_parts
+from sgl_rwttt.backends.memory import sizes
 from sgl_rwttt.backends.page_pools import PagePools, all_finite
 from sgl_rwttt.core.faults import reach
 from sgl_rwttt.kernels import kernel
@@ -60,17 +61,7 @@ class InPlaceBackend(PagePools):
 
     def report(self) -> dict[str, Any]:
         """Sizes and rule, plain values for a status page."""
-        return {
-            "backend": self.name,
-            "rule": self.config.rule,
-            "layers": list(self.config.layers),
-            "chunk": self.config.chunk,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "pages": self.pages,
-            "page_bytes": self.page_bytes,
-            "bases": self.bases,
-            "base_bytes": self.base_bytes,
-        }
+        return {**sizes(self), "layers": list(self.config.layers)}
 
     def set_weights(self, slot: int, conv: Tensor, proj: Tensor | None) -> None:
         """Take the checkpoint's ttt_conv [d, 1, 5] and ttt_proj [d, d] of layer slot ``slot``.

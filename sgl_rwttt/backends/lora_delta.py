@@ -22,6 +22,7 @@ from sgl_rwttt.backends.lora_config import LoraDeltaConfig
 from sgl_rwttt.backends.lora_decoder import DecoderWeights
 from sgl_rwttt.backends.lora_slots import AdapterSlots, initial_adapter
 from sgl_rwttt.backends.lora_train import Outcome, boundary_update
+from sgl_rwttt.backends.memory import sizes
 from sgl_rwttt.core.faults import reach
 from sgl_rwttt.kernels import kernel
 from sgl_rwttt.kernels.apply_state.plan import ReadPlan
@@ -101,16 +102,9 @@ class LoraDeltaBackend(AdapterSlots):
     def report(self) -> dict[str, Any]:
         """Sizes and rule, plain values for a status page."""
         return {
-            "backend": self.name,
-            "rule": self.config.rule,
+            **sizes(self),
             "layers": list(range(self.config.shape.layers)),
             "targets": list(self.config.targets),
-            "chunk": self.config.chunk,
-            "dtype": "float32",
-            "pages": self.pages,
-            "page_bytes": self.page_bytes,
-            "bases": self.bases,
-            "base_bytes": self.base_bytes,
             "train_tokens": self.train_tokens,
         }
 

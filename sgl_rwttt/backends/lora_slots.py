@@ -10,9 +10,8 @@ from torch import Tensor
 
 from sgl_rwttt.backends.lora_config import LoraDeltaConfig
 from sgl_rwttt.backends.lora_train import Adapters
+from sgl_rwttt.backends.memory import Layout, check_tensors
 from sgl_rwttt.backends.page_pools import Readable
-
-Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 _FACTORS = ("lora_A", "lora_B")
 
@@ -88,7 +87,7 @@ class AdapterSlots:
 
         Raises ValueError, changing nothing, for tensors that do not fit.
         """
-        self._check(tensors)
+        check_tensors(tensors, self.layout(1, False))
         self._put(tensors, self.start)
         self.starts_at_zero = all(
             not tensors[name].any() for name in tensors if name.endswith(_FACTORS[1])
@@ -142,7 +141,7 @@ class AdapterSlots:
         if base is not None or len(pages) > 1 or not all(0 < p < self.pages for p in pages):
             raise ValueError(f"cannot fill base {base} and pages {list(pages)}")
         for page in pages:
-            self._check(tensors)
+            check_tensors(tensors, self.layout(1, False))
             self._put(tensors, page)
 
     def tail_layout(self, rows: int) -> Layout:
@@ -166,13 +165,6 @@ class AdapterSlots:
         for pair in self.pools.values():
             for pool in pair:
                 pool[:, page] = torch.nan
-
-    def _check(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, (dtype, shape) in self.layout(1, False).items():
-            given = tensors.get(name)
-            if given is None or given.dtype != dtype or tuple(given.shape) != shape:
-                found = None if given is None else (given.dtype, tuple(given.shape))
-                raise ValueError(f"{name} is {found}, not {(dtype, shape)}")
 
     def _put(self, tensors: Mapping[str, Tensor], slot: int) -> None:
         for target, pair in self.pools.items():

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sgl_rwttt.backends.in_place_config import InPlaceConfig
 from sgl_rwttt.backends.in_place_plan import page_runs
+from sgl_rwttt.backends.memory import Layout, check_tensors
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -104,11 +105,11 @@ class PagePools:
             total += V[first:end].float().T @ H[first:end].float()
         return total
 
-    def layout(self, pages: int, base: bool) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def layout(self, pages: int, base: bool) -> Layout:
         """Dtype and shape of each tensor that `export` returns for so many pages and a base."""
         c = self.config
         depth, rows = len(c.layers), pages * c.chunk
-        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        found: Layout = {}
         if base:
             found["D"] = torch.float32, (depth, c.d_model, c.d_ff)
         if pages:
@@ -149,7 +150,7 @@ class PagePools:
                 pool[:, first:end] = rows[:, at : at + end - first].to(self.device)
             at += end - first
 
-    def tail_layout(self, rows: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def tail_layout(self, rows: int) -> Layout:
         """Dtype and shape of each tensor that `export_tail` returns for so many rows."""
         if not rows:
             return {}
@@ -196,11 +197,7 @@ class PagePools:
             raise ValueError(f"cannot fill base {base} and pages {list(pages)}")
         if len(pages) > count:
             raise ValueError(f"{count} pages cannot fill {len(pages)}")
-        for name, (dtype, shape) in self.layout(count, base is not None).items():
-            given = tensors.get(name)
-            if given is None or given.dtype != dtype or tuple(given.shape) != shape:
-                found = None if given is None else (given.dtype, tuple(given.shape))
-                raise ValueError(f"{name} is {found}, not {(dtype, shape)}")
+        check_tensors(tensors, self.layout(count, base is not None))
 
     def tail(self, page: int, rows: int, slot: int) -> tuple[Tensor, Tensor]:
         """Return copies of an open page's evidence at a layer slot: h rows, target rows."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from sgl_rwttt.backends.in_place_plan import Block
+from sgl_rwttt.backends.memory import sizes
 from sgl_rwttt.backends.streaming_config import StreamingConfig
 from sgl_rwttt.backends.streaming_plan import Round, StreamingPlan, Versions, plan_streaming
 from sgl_rwttt.backends.streaming_pools import StreamingPools
@@ -68,17 +69,7 @@ class StreamingBackend(StreamingPools):
 
     def report(self) -> dict[str, Any]:
         """Sizes and rule, plain values for a status page."""
-        return {
-            "backend": self.name,
-            "rule": self.config.rule,
-            "layers": list(self.config.layers),
-            "chunk": self.config.chunk,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "pages": self.pages,
-            "page_bytes": self.page_bytes,
-            "bases": self.bases,
-            "base_bytes": self.base_bytes,
-        }
+        return {**sizes(self), "layers": list(self.config.layers)}
 
     @torch.no_grad()
     def set_weights(self, slot: int, weights: LearnerWeights) -> None:

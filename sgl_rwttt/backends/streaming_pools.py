@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sgl_rwttt.backends.memory import Layout, check_tensors
 from sgl_rwttt.backends.page_pools import Readable
 from sgl_rwttt.backends.streaming_config import StreamingConfig
-
-Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class StreamingPools:
@@ -174,11 +173,7 @@ class StreamingPools:
         in_pool = base is None or 0 < base < self.bases
         if not in_pool or not all(0 < page < self.pages for page in pages) or len(pages) > count:
             raise ValueError(f"cannot fill base {base} and pages {list(pages)} from {count} pages")
-        for name, (dtype, shape) in self.layout(count, base is not None).items():
-            given = tensors.get(name)
-            if given is None or given.dtype != dtype or tuple(given.shape) != shape:
-                found = None if given is None else (given.dtype, tuple(given.shape))
-                raise ValueError(f"{name} is {found}, not {(dtype, shape)}")
+        check_tensors(tensors, self.layout(count, base is not None))
 
     def poison(self, page: int) -> None:
         """Fill a page with NaN, all layers (tests mark free memory with it)."""

@@ -17,12 +17,8 @@ from sgl_rwttt.backends.in_place import InPlaceConfig
 from sgl_rwttt.backends.streaming_config import MODEL_TYPE, StreamingConfig
 
 from .options import TTTOptions
-from .streaming_checkpoint import (
-    CheckpointError,
-    check_streaming_weights,
-    is_streaming,
-    streaming_rule,
-)
+from .streaming_checkpoint import check_streaming_weights, is_streaming, streaming_rule
+from .weights import CheckpointError, check_shapes
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 CONV_TAPS = 5
@@ -60,13 +56,7 @@ def expected_weights(config: InPlaceConfig) -> dict[str, tuple[int, ...]]:
 def check_weights(found: dict[str, tuple[int, ...]], config: InPlaceConfig) -> None:
     """Raise CheckpointError naming the first TTT tensor that is missing, misshapen or unknown."""
     expected = expected_weights(config)
-    for name, shape in expected.items():
-        if name not in found:
-            raise CheckpointError(f"the checkpoint lacks the weight {name} {list(shape)}")
-        if tuple(found[name]) != shape:
-            raise CheckpointError(
-                f"weight {name} has shape {list(found[name])}, expected {list(shape)}"
-            )
+    check_shapes(found, expected)
     for name in found:
         if ".ttt_" in name and name not in expected:
             raise CheckpointError(

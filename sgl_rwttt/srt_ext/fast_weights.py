@@ -10,10 +10,11 @@ from torch import nn
 
 from sgl_rwttt.backends.in_place import InPlaceConfig
 
-from .checkpoint import CONV_TAPS, CheckpointError, check_weights
+from .checkpoint import CONV_TAPS, check_weights
 from .fingerprint import Recorder
 from .runtime import TTTRuntime
 from .step import TTTStep, forward_step
+from .weights import CheckpointError
 
 
 class FastWeightCausalLM:

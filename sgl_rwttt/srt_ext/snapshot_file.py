@@ -95,9 +95,7 @@ class Header:
 
     def check_data(self, whole: Layout) -> None:
         """Raise IncompatibleSnapshot unless the header was not changed and ``whole`` fills the file
-        behind it, one tensor behind the other."""
-        if self.tensors != _descriptors(whole):
-            refuse("shapes", "the tensors do not lie one behind the other")
+        behind it."""
         if self.fields["header_checksum"] != _header_digest(self.raw, self.fields):
             refuse("header_checksum", "the header was changed")
         if self.size != len(self.raw) + data_bytes(whole):
@@ -124,6 +122,8 @@ def stored_sections(header: Header) -> Sections:
         }
     except (KeyError, TypeError, ValueError) as error:
         refuse("header", f"not a list of tensors: {type(error).__name__}")
+    if header.tensors != _descriptors(found):
+        refuse("shapes", "the tensors do not lie one behind the other")
     header.check_data(found)
     names = list(found)
     start = next((i for i, name in enumerate(names) if is_of_context(name)), len(names))

@@ -10,9 +10,7 @@ import torch
 from sgl_rwttt.backends.streaming_config import ARCHITECTURE, MODEL_TYPE, StreamingConfig
 from sgl_rwttt.backends.streaming_model import StreamingModel
 
-
-class CheckpointError(ValueError):
-    """A TTT checkpoint that cannot be served; the message names the key or the tensor."""
+from .weights import CheckpointError, check_shapes
 
 
 def is_streaming(config: Mapping[str, Any]) -> bool:
@@ -49,13 +47,7 @@ def is_derived(name: str, config: StreamingConfig) -> bool:
 def check_streaming_weights(found: Mapping[str, tuple[int, ...]], config: StreamingConfig) -> None:
     """Raise CheckpointError naming the first tensor that is missing, misshapen or unknown."""
     expected = expected_shapes(config)
-    for name, shape in expected.items():
-        if name not in found:
-            raise CheckpointError(f"the checkpoint lacks the weight {name} {list(shape)}")
-        if tuple(found[name]) != shape:
-            raise CheckpointError(
-                f"weight {name} has shape {list(found[name])}, expected {list(shape)}"
-            )
+    check_shapes(found, expected)
     for name in found:
         if name not in expected and not is_derived(name, config):
             raise CheckpointError(f"the checkpoint holds {name}, which its config has no use for")

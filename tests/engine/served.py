@@ -14,6 +14,7 @@ from torch import Tensor
 from sgl_rwttt.srt_ext.launch import prepare_environment
 from tests.engine.server import free_port
 
+LOGPROB_TOLERANCE = 1e-4  # absolute
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
@@ -140,3 +141,11 @@ def _dense(rows: list[list[tuple[float, int, Any]]]) -> Tensor:
         for value, token, _text in row:
             table[i, token] = value
     return table
+
+
+def assert_equal_logprobs(got: Tensor, expected: Tensor, what: str) -> None:
+    """Within 1e-4, absolute, in float32."""
+    assert got.shape == expected.shape, what
+    assert not got.isnan().any(), f"{what}: vocabulary rows are missing"
+    worst = (got - expected).abs().max().item()
+    assert worst < LOGPROB_TOLERANCE, f"{what}: off by {worst:.2e}"

@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.engine.served import (
     LOGPROBS,
     Served,
+    assert_equal_logprobs,
     input_logprobs,
     output_logprobs,
     rid,
@@ -20,7 +21,6 @@ from tests.engine.served import (
 from tests.golden import GoldenCase, golden_case, golden_names
 
 pytestmark = pytest.mark.engine
-TOLERANCE = 1e-4  # absolute, on log-probabilities in float32
 EVERY_CUT = "llama_hidden_proj"  # cut at every position; the others at some, to save time
 
 
@@ -50,13 +50,6 @@ def expected_outputs(case: GoldenCase) -> Tensor:
     """[G, vocab]: the distribution each generated token was taken from."""
     rows = torch.cat([case.prefill_logits[-1:], case.decode_logits[:-1]])
     return torch.log_softmax(rows.float(), -1)
-
-
-def assert_equal_logprobs(got: Tensor, expected: Tensor, what: str) -> None:
-    assert got.shape == expected.shape, what
-    assert not got.isnan().any(), f"{what}: vocabulary rows are missing"
-    worst = (got - expected).abs().max().item()
-    assert worst < TOLERANCE, f"{what}: off by {worst:.2e}"
 
 
 def test_one_shot_prefill(served: Served, case: GoldenCase) -> None:

@@ -14,6 +14,7 @@ from tests.backends.streaming_oracle import EagerTTT
 from tests.engine.served import (
     LOGPROBS,
     Served,
+    assert_equal_logprobs,
     input_logprobs,
     output_logprobs,
     rid,
@@ -22,7 +23,6 @@ from tests.engine.served import (
 from tests.golden_streaming import NAMES, PREFILLS, STARTS, StreamingCase, streaming_case
 
 pytestmark = pytest.mark.engine
-TOLERANCE = 1e-4  # absolute, on log-probabilities in float32
 SIZE = 16
 
 
@@ -56,11 +56,7 @@ def cold(served: Served) -> Iterator[None]:
 
 
 def assert_logprobs(got: Tensor, logits: Tensor, what: str) -> None:
-    expected = torch.log_softmax(logits.float(), -1)
-    assert got.shape == expected.shape, what
-    assert not got.isnan().any(), f"{what}: vocabulary rows are missing"
-    worst = (got - expected).abs().max().item()
-    assert worst < TOLERANCE, f"{what}: off by {worst:.2e}"
+    assert_equal_logprobs(got, torch.log_softmax(logits.float(), -1), what)
 
 
 def prompt(seed: int, length: int) -> list[int]:
