@@ -232,8 +232,8 @@ class StateBackend(BaseBackend):
         The requests are scratch children of the cursor's point, in one batch.
         """
         owner.sweep()
-        # Frozen tokens of a model without KV do not see each other, and what is scratch may write.
-        mode = Effect.WRITE if owner.opened.get("rule") == "streaming" else Effect.READ
+        # Where the state is the only memory, frozen tokens do not see each other; scratch may write.
+        mode = Effect.READ if owner.opened.get("stateless", True) else Effect.WRITE
         payload = self._payload(owner, cursor, ids, CONSUME, mode)
         payload["rid"] = [uuid.uuid4().hex for _ in ids]
         payload.update(return_logprob=True, logprob_start_len=max(len(cursor.ledger) - 1, 0))

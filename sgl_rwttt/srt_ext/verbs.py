@@ -184,7 +184,8 @@ def identity(scheduler: Any) -> dict[str, Any]:
     runtime = scheduler.ttt
     return {
         "boot_id": runtime.boot_id,
-        "rule": runtime.describe()["backend"],
+        "rule": runtime.backend.name,
+        "stateless": runtime.backend.stateless,
         "chunk": runtime.config.chunk,
         "fingerprint": runtime.fingerprint,
         "model_path": scheduler.server_args.model_path,
