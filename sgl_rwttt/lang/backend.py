@@ -232,7 +232,7 @@ class StateBackend(BaseBackend):
         The requests are scratch children of the cursor's point, in one batch.
         """
         owner.sweep()
-        # Where the state is the only memory, frozen tokens do not see each other; scratch may write.
+        # Where the state is the only memory, frozen tokens see no others; scratch may write.
         mode = Effect.READ if owner.opened.get("stateless", True) else Effect.WRITE
         payload = self._payload(owner, cursor, ids, CONSUME, mode)
         payload["rid"] = [uuid.uuid4().hex for _ in ids]
