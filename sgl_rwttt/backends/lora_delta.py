@@ -5,6 +5,7 @@ base model's W, which everybody shares. After every C write-mode tokens the owne
 AdamW steps on those C tokens, read as a sequence of their own from position 0 (``lora_train``);
 a segment that the model already predicts well is not learnt from, and the next version then shares
 its predecessor's slot. A token that completes a segment is answered with the version before it.
+Owners of different ranks may share a batch; READ and WRITE take each rank apart.
 Source: TLM, Hu et al. 2025 ("Test-Time Learning for Large Language Models"), in its online form.
 """
 
@@ -50,7 +51,7 @@ class LoraPlan:
     """Built once per forward, used by every layer; not reusable."""
 
     segments: tuple[Segment, ...]
-    read: ReadPlan
+    reads: dict[int, ReadPlan]  # by index of the rank
     deferred: tuple[Job, ...]  # completed by their segment's last token: written afterwards
     kept: dict[int, tuple[int, ...]]  # page of a boundary without a step -> what is read instead
     written: list[tuple[int, int]]  # (segment, page) of boundaries passed, in order
@@ -82,13 +83,14 @@ class LoraDeltaBackend(AdapterSlots):
         slots: int,
         train_tokens: int,
         device: torch.device | str = "cpu",
+        others: Sequence[LoraDeltaConfig] = (),
     ) -> None:
-        """Allocate the pools; ``set_weights`` and ``set_start`` have to follow.
+        """Allocate the pools; ``set_weights`` and a ``set_start`` for each rank have to follow.
 
-        ``train_tokens`` bounds the padded tokens of one forward and backward of a WRITE. Raises
-        ValueError when a segment would not fit.
+        ``train_tokens`` bounds the padded tokens of one forward and backward of a WRITE; ``others``
+        as in ``AdapterSlots``. Raises ValueError when a segment would not fit.
         """
-        super().__init__(config, slots, device)
+        super().__init__(config, slots, device, others)
         if train_tokens < config.chunk:
             raise ValueError(
                 f"{train_tokens} training tokens at a time do not hold a segment of {config.chunk}"
@@ -96,7 +98,7 @@ class LoraDeltaBackend(AdapterSlots):
         self.train_tokens = train_tokens
         self.write_group: int | None = None  # largest BoundaryUpdate batch; None = the step's
         self._weights: DecoderWeights | None = None
-        self._read_cache: tuple[tuple[int, ...], ReadPlan] = ((), self._plan_read(()))
+        self._read_cache: tuple[tuple[int, ...], dict[int, ReadPlan]] = ((), {})
         self._apply = kernel("lora_apply", self.device.type)
 
     def report(self) -> dict[str, Any]:
@@ -105,6 +107,7 @@ class LoraDeltaBackend(AdapterSlots):
             **sizes(self),
             "layers": list(range(self.config.shape.layers)),
             "targets": list(self.config.targets),
+            "ranks": [each.rank for each in self.configs],
             "train_tokens": self.train_tokens,
         }
 
@@ -125,8 +128,7 @@ class LoraDeltaBackend(AdapterSlots):
         if self._weights is None:
             raise RuntimeError("the backend has no weights")
         inner, deferred = self._jobs(segments)
-        nothing = self._read_cache[1]
-        plan = LoraPlan(tuple(segments), nothing, deferred, kept={}, written=[])
+        plan = LoraPlan(tuple(segments), {}, deferred, kept={}, written=[])
         while any(inner):
             self._write(plan, [jobs.pop(0) for jobs in inner if jobs])
             inner = [[job for job in jobs if job.segment not in plan.failed] for jobs in inner]
@@ -134,9 +136,10 @@ class LoraDeltaBackend(AdapterSlots):
             blocks = plan.segments[index].blocks
             plan.kept.update({part.page: part.pages for part in blocks})
         slots = tuple(self._row_slots(plan))
-        if slots != self._read_cache[0]:
-            self._read_cache = (slots, self._plan_read(slots))
-        plan.read = self._read_cache[1]
+        key = (*slots, *(self._form_of[slot] for slot in slots))
+        if key != self._read_cache[0]:
+            self._read_cache = (key, self._plan_reads(slots))
+        plan.reads = self._read_cache[1]
         return plan
 
     @torch.no_grad()
@@ -146,7 +149,9 @@ class LoraDeltaBackend(AdapterSlots):
         """
         A, B = self.pools[target]
         out = torch.zeros(x.shape[0], B.shape[2], device=x.device)
-        self._apply(x.float(), out, plan.read, A[layer], B[layer], self.config.scale)
+        for form, rows in plan.reads.items():
+            rank, scale = self.configs[form].rank, self.configs[form].scale
+            self._apply(x.float(), out, rows, A[layer, :, :rank], B[layer, ..., :rank], scale)
         return out
 
     def finish_step(self, plan: LoraPlan) -> list[bool]:
@@ -188,7 +193,7 @@ class LoraDeltaBackend(AdapterSlots):
             yield from (0 for _ in range(segment.start - row))
             for part in segment.parts:
                 slot = self._effective(plan, part.pages)
-                unread = slot == self.start and self.starts_at_zero
+                unread = self.changes_nothing(slot)
                 yield from (0 if unread else slot for _ in range(part.count))
             row = segment.start + segment.count
 
@@ -197,16 +202,19 @@ class LoraDeltaBackend(AdapterSlots):
             pages = plan.kept[pages[-1]]
         return self.slot_of(pages)
 
-    def _plan_read(self, slots: Sequence[int]) -> ReadPlan:
-        return plan_lora(slots, self.config.rank, self.device)
+    def _plan_reads(self, slots: Sequence[int]) -> dict[int, ReadPlan]:
+        """For each rank that occurs, the rows that read an adapter of it."""
+        plans = {}
+        for form in sorted({self._form_of[slot] for slot in slots if slot}):
+            mine = [slot if self._form_of[slot] == form else 0 for slot in slots]
+            plans[form] = plan_lora(mine, self.configs[form].rank, self.device)
+        return plans
 
     def _write(self, plan: LoraPlan, jobs: list[Job]) -> None:
         """BoundaryUpdate of different owners in groups, then of each failing one alone."""
-        size = self.write_group or max(1, len(jobs))
         again: list[Job] = []
         raised: RuntimeError | None = None
-        for first in range(0, len(jobs), size):
-            group = jobs[first : first + size]
+        for group in self._groups(plan, jobs):
             try:
                 again += self._write_group(plan, group)
             except RuntimeError as error:
@@ -223,21 +231,33 @@ class LoraDeltaBackend(AdapterSlots):
             except RuntimeError as error:
                 plan.failed[job.segment] = repr(error)
 
+    def _groups(self, plan: LoraPlan, jobs: Sequence[Job]) -> Iterator[list[Job]]:
+        """Jobs of one rank each, at most ``write_group`` at a time."""
+        by_form: dict[int, list[Job]] = {}
+        for job in jobs:
+            by_form.setdefault(self._form_of[self._effective(plan, job.pages)], []).append(job)
+        size = self.write_group or max(1, len(jobs))
+        for same in by_form.values():
+            for first in range(0, len(same), size):
+                yield same[first : first + size]
+
     def _write_group(self, plan: LoraPlan, jobs: list[Job]) -> list[Job]:
-        """Compute the adapters of ``jobs`` aside and write the finite ones; the others returned."""
+        """Compute the adapters of ``jobs``, all of one rank, aside and write the finite ones; the
+        others returned."""
         assert self._weights is not None
         reach("write.batch", pages=[job.page for job in jobs])
-        before = self.gather([self._effective(plan, job.pages) for job in jobs])
+        slots = [self._effective(plan, job.pages) for job in jobs]
+        form, before = self._form_of[slots[0]], self.gather(slots)
         segments = [job.tokens for job in jobs]
         after, outcomes = boundary_update(
-            self._weights, self.config, before, segments, self.train_tokens
+            self._weights, self.configs[form], before, segments, self.train_tokens
         )
         sound = [outcome.finite for outcome in outcomes]
         good = self._judged(after, jobs, sound)
         changed = [i for i, outcome in enumerate(outcomes) if good[i] and outcome.steps]
-        for name, pair in after.items():
-            for pool, values in zip(self.pools[name], pair, strict=True):
-                pool[:, [jobs[i].page for i in changed]] = values[:, changed]
+        if changed:
+            learnt = {name: (A[:, changed], B[:, changed]) for name, (A, B) in after.items()}
+            self.put(learnt, [jobs[i].page for i in changed], form)
         self._note(plan, jobs, good, outcomes)
         return [job for job, fine in zip(jobs, good, strict=True) if not fine]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,70 +44,13 @@ def _drawn(name: str, rank: int, d_in: int) -> Tensor:
     return drawn.float()
 
 
-class AdapterSlots:
-    """Pools of adapters, float32: per target A [L, slots + 1, r, d_in], B [L, slots + 1, d_out, r].
+class AdapterForm(NamedTuple):
+    """What the adapters of one rank look like outside the pools."""
 
-    Slot 0 is the dummy: rows that read it get nothing. The extra slot at the end, ``start``, holds
-    what every owner starts from. Who may use which slot is not known here. A version is a slot: its
-    one page.
-    """
-
-    def __init__(
-        self, config: LoraDeltaConfig, slots: int, device: torch.device | str = "cpu"
-    ) -> None:
-        """Allocate zeroed pools; ``slots`` counts the dummy. ValueError for no room for it."""
-        if slots < 1:
-            raise ValueError(f"{slots} slots; the pool needs its dummy slot 0")
-        self.config, self.pages, self.bases, self.start = config, slots, 1, slots
-        self.device, self.dtype = torch.device(device), torch.float32
-        self.starts_at_zero = True  # the start adapter changes nothing
-        # Made as ordinary tensors even when the caller builds the model in inference mode.
-        with torch.inference_mode(False):
-            self.pools: Adapters = {
-                target: (
-                    torch.zeros(depth, slots + 1, rank, d_in, device=self.device),
-                    torch.zeros(depth, slots + 1, d_out, rank, device=self.device),
-                )
-                for target in config.targets
-                for depth, rank in [(config.shape.layers, config.rank)]
-                for d_in, d_out in [config.shape.widths(target)]
-            }
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one slot."""
-        return 4 * self.config.adapter_numbers
-
-    @property
-    def base_bytes(self) -> int:
-        """There are no dense bases."""
-        return 0
-
-    def set_start(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take what every owner starts from (named and shaped as by ``export``).
-
-        Raises ValueError, changing nothing, for tensors that do not fit.
-        """
-        check_tensors(tensors, self.layout(1, False))
-        self._put(tensors, self.start)
-        self.starts_at_zero = all(
-            not tensors[name].any() for name in tensors if name.endswith(_FACTORS[1])
-        )
-
-    def slot_of(self, pages: Sequence[int]) -> int:
-        """The slot that a version's pages name; the start adapter's for none."""
-        return pages[-1] if pages else self.start
-
-    def gather(self, slots: Sequence[int]) -> Adapters:
-        """Copies of the adapters in ``slots``."""
-        index = torch.tensor(slots, device=self.device)
-        return {
-            name: (A.index_select(1, index), B.index_select(1, index))
-            for name, (A, B) in self.pools.items()
-        }
+    config: LoraDeltaConfig
 
     def layout(self, pages: int, base: bool) -> Layout:
-        """Dtype and shape of each tensor that `export` returns for a version with a slot (or 0)."""
+        """See ``AdapterSlots.layout``."""
         found: Layout = {}
         c = self.config
         for target in c.targets if pages else ():
@@ -115,18 +59,133 @@ class AdapterSlots:
             found[f"{target}.lora_B"] = torch.float32, (c.shape.layers, d_out, c.rank)
         return found
 
+    def tail_layout(self, rows: int) -> Layout:
+        """See ``AdapterSlots.tail_layout``."""
+        return {}
+
+
+class AdapterSlots:
+    """Pools of adapters, float32: per target A [L, slots + F, r, d_in], B [L, slots + F, d_out, r].
+
+    r is the largest of the F ranks; a slot of a smaller one uses the first rows of A and columns of
+    B, and what lies behind them is never read. Slot 0 is the dummy: rows that read it get nothing.
+    The extra slots at the end hold what the owners of each rank start from. Who may use which slot
+    is not known here. A version is a slot: its one page.
+    """
+
+    def __init__(
+        self,
+        config: LoraDeltaConfig,
+        slots: int,
+        device: torch.device | str = "cpu",
+        others: Sequence[LoraDeltaConfig] = (),
+    ) -> None:
+        """Allocate zeroed pools; ``slots`` counts the dummy. ``others`` differ from ``config``, and
+        from each other, in the rank.
+
+        ValueError for no room for the dummy, or a rank that occurs twice.
+        """
+        if slots < 1:
+            raise ValueError(f"{slots} slots; the pool needs its dummy slot 0")
+        self.config, self.pages, self.bases, self.start = config, slots, 1, slots
+        self.configs = (config, *others)
+        ranks = [each.rank for each in self.configs]
+        if len(set(ranks)) < len(ranks):
+            raise ValueError(f"ranks {ranks}: each may occur once")
+        self.device, self.dtype = torch.device(device), torch.float32
+        self._form_of = [0] * slots + list(range(len(ranks)))  # slot -> index of its rank
+        self._at_zero = [True] * len(ranks)  # whether that start adapter changes nothing
+        # Made as ordinary tensors even when the caller builds the model in inference mode.
+        with torch.inference_mode(False):
+            self.pools: Adapters = {
+                target: (
+                    torch.zeros(depth, slots + len(ranks), rank, d_in, device=self.device),
+                    torch.zeros(depth, slots + len(ranks), d_out, rank, device=self.device),
+                )
+                for target in config.targets
+                for depth, rank in [(config.shape.layers, max(ranks))]
+                for d_in, d_out in [config.shape.widths(target)]
+            }
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one slot."""
+        return 4 * max(each.adapter_numbers for each in self.configs)
+
+    @property
+    def base_bytes(self) -> int:
+        """There are no dense bases."""
+        return 0
+
+    def set_start(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take what every owner of one rank starts from (named and shaped as by ``export``).
+
+        Raises ValueError, changing nothing, for tensors that do not fit.
+        """
+        form = self._fitting(tensors)
+        self._put(tensors, form, self.start + form)
+        self._at_zero[form] = all(
+            not tensors[name].any() for name in tensors if name.endswith(_FACTORS[1])
+        )
+
+    def slot_of(self, pages: Sequence[int]) -> int:
+        """The slot that a version's pages name; that of the first rank's start for none."""
+        return pages[-1] if pages else self.start
+
+    def form_of(self, pages: Sequence[int]) -> int:
+        """Index in ``configs`` of the rank of a version that reads these pages."""
+        return self._form_of[self.slot_of(pages)]
+
+    def changes_nothing(self, slot: int) -> bool:
+        """Whether a row that reads the slot gets zeros: a start with B = 0."""
+        return slot >= self.start and self._at_zero[slot - self.start]
+
+    def gather(self, slots: Sequence[int]) -> Adapters:
+        """Copies of the adapters in ``slots``, all of the rank of the first."""
+        index = torch.tensor(slots, device=self.device)
+        return {
+            name: (A.index_select(1, index), B.index_select(1, index))
+            for name, (A, B) in self.pools_of(self._form_of[slots[0]]).items()
+        }
+
+    def pools_of(self, form: int) -> Adapters:
+        """Views of the pools as the slots of one rank see them."""
+        rank = self.configs[form].rank
+        return {name: (A[:, :, :rank], B[..., :rank]) for name, (A, B) in self.pools.items()}
+
+    def put(self, adapters: Adapters, slots: Sequence[int], form: int) -> None:
+        """Write adapters of one rank, as ``gather`` returns them, into ``slots``."""
+        pools = self.pools_of(form)
+        for name, pair in adapters.items():
+            for pool, values in zip(pools[name], pair, strict=True):
+                pool[:, slots] = values
+        for slot in slots:
+            self._form_of[slot] = form
+
+    def layout(self, pages: int, base: bool) -> Layout:
+        """Dtype and shape of each tensor that `export` returns for a version with a slot (or 0).
+
+        Of the first rank; ``forms`` has those of all.
+        """
+        return self.forms[0].layout(pages, base)
+
+    @property
+    def forms(self) -> tuple[AdapterForm, ...]:
+        """The layouts of each rank, in the order of ``configs``."""
+        return tuple(map(AdapterForm, self.configs))
+
     def export(self, version: Readable) -> dict[str, Tensor]:
         """Contiguous copies of a version's adapter, "<target>.lora_A" [L, r, d_in] and
         "<target>.lora_B" [L, d_out, r]; nothing for a version that is still the start.
         """
-        return self.adapter(version) if version.pages else {}
+        return self.adapter(version) if self.slot_of(version.pages) < self.start else {}
 
     def adapter(self, version: Readable) -> dict[str, Tensor]:
         """As ``export``, with the start adapter for a version that is still the start."""
         slot = self.slot_of(version.pages)
         return {
             f"{target}.{factor}": pool[:, slot].clone(memory_format=torch.contiguous_format)
-            for target, pair in self.pools.items()
+            for target, pair in self.pools_of(self._form_of[slot]).items()
             for factor, pool in zip(_FACTORS, pair, strict=True)
         }
 
@@ -141,8 +200,7 @@ class AdapterSlots:
         if base is not None or len(pages) > 1 or not all(0 < p < self.pages for p in pages):
             raise ValueError(f"cannot fill base {base} and pages {list(pages)}")
         for page in pages:
-            check_tensors(tensors, self.layout(1, False))
-            self._put(tensors, page)
+            self._put(tensors, self._fitting(tensors), page)
 
     def tail_layout(self, rows: int) -> Layout:
         """Nothing: the evidence of an open segment is its tokens."""
@@ -166,7 +224,17 @@ class AdapterSlots:
             for pool in pair:
                 pool[:, page] = torch.nan
 
-    def _put(self, tensors: Mapping[str, Tensor], slot: int) -> None:
-        for target, pair in self.pools.items():
+    def _fitting(self, tensors: Mapping[str, Tensor]) -> int:
+        """Index of the rank that the tensors have; ValueError when they fit none."""
+        first = tensors.get(f"{self.config.targets[0]}.{_FACTORS[0]}")
+        ranks = [each.rank for each in self.configs]
+        given = first.shape[1] if first is not None and first.ndim == 3 else None
+        form = ranks.index(given) if given in ranks else 0
+        check_tensors(tensors, self.forms[form].layout(1, False))
+        return form
+
+    def _put(self, tensors: Mapping[str, Tensor], form: int, slot: int) -> None:
+        for target, pair in self.pools_of(form).items():
             for factor, pool in zip(_FACTORS, pair, strict=True):
                 pool[:, slot] = tensors[f"{target}.{factor}"].to(self.device)
+        self._form_of[slot] = form

@@ -5,7 +5,7 @@ later can be computed again, and the open tail. Ids are chained over the tokens,
 checked against its tokens before anything is taken for it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import NamedTuple, NoReturn
 
 from sgl_rwttt.core.chain import ContextChain
@@ -67,13 +67,13 @@ def extends_root(point: Point) -> bool:
     return point.head[: len(point.root)] == point.root
 
 
-def check_point(point: Point, root: bytes) -> None:
+def check_point(point: Point, roots: Container[bytes]) -> None:
     """Raise IncompatibleSnapshot unless the chains lead from a root to the tokens' last boundary.
 
-    `root` is the id of the default root.
+    `roots` are the ids of default roots.
     """
-    check_chain(point.root, root)
-    check_chain(point.head, root)
+    check_chain(point.root, roots)
+    check_chain(point.head, roots)
     start, context = point.root[-1], point.context
     if start.adds not in ("root", "clear"):
         _refuse("the context does not start at a root")
@@ -108,14 +108,11 @@ class ContextPath:
         index: StateIndex,
         pins: PinTable,
         snapshots: SnapshotPath,
-        root: bytes,
         evidence: Evidence,
     ) -> None:
-        """`root` is the id of the default root."""
         self._index = index
         self._pins = pins
         self._snapshots = snapshots
-        self._root = root
         self._evidence = evidence
 
     def at(self, owner: str, context: ContextChain, position: int) -> PointState:
@@ -163,7 +160,7 @@ class ContextPath:
         self._snapshots.check_fits(pages + tail, bases, owner)
         opens, root = False, point.root[-1].id
         filled = 0
-        if root != self._root:
+        if root not in self._pins.defaults:
             opens = root not in self._pins.roots_of(owner)
             filled = self._snapshots.restore(owner, point.root[:-1], fill_root).pages
         try:

@@ -55,6 +55,10 @@ def holdings(
             holding.pins.append(name)
         if memo is not None:
             holding.pages.add(memo.tail.page)
+    outside = {page for root in pins.defaults.values() for page in root.pages}
+    for holding in (*found.values(), others):
+        if holding is not None:
+            holding.pages -= outside
     return found
 
 

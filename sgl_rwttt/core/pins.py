@@ -1,6 +1,6 @@
 """What owners keep on purpose: roots opened by a context reset, and named points."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from sgl_rwttt.core.errors import (
@@ -26,17 +26,24 @@ class Pin:
 
 
 class PinTable:
-    """Roots and pins by owner. The default root belongs to everybody and is never closed."""
+    """Roots and pins by owner. The default roots belong to everybody and are never closed."""
 
-    def __init__(self, index: StateIndex, root: bytes) -> None:
+    def __init__(self, index: StateIndex, defaults: Mapping[bytes, tuple[int, ...]]) -> None:
+        """`defaults`: their ids, and the pages outside the pool that reading one takes."""
         self._index = index
-        self._default = Version(root, 0)
-        index.publish(self._default)
-        index.ref(self._default)
+        self._defaults = {root: Version(root, 0, pages=at) for root, at in defaults.items()}
+        for version in self._defaults.values():
+            index.publish(version)
+            index.ref(version)
         self._owners_of: dict[bytes, set[str]] = {}
         self._pins: dict[str, dict[str, Pin]] = {}
 
     # roots
+
+    @property
+    def defaults(self) -> Mapping[bytes, Version]:
+        """The default roots by id."""
+        return self._defaults
 
     def open_root(self, owner: str, version: Version) -> bytes:
         """Open the root that a context reset at `version` leaves; returns its id.
@@ -61,8 +68,8 @@ class PinTable:
 
     def root(self, owner: str, root: bytes) -> Version:
         """The version of an open root. Raises UnknownState, or ForeignOwner for another's."""
-        if root == self._default.id:
-            return self._default
+        if root in self._defaults:
+            return self._defaults[root]
         if owner not in self.owners_of(root):
             raise ForeignOwner(f"root {root.hex()} belongs to another owner", owner=owner)
         return self._index.versions[root]
@@ -70,15 +77,16 @@ class PinTable:
     def close_root(self, owner: str, root: bytes) -> None:
         """Give one root of an owner back; branches that run in it go on.
 
-        Raises UnknownState, ForeignOwner, or InvalidStateRequest for the default root.
+        Raises UnknownState, ForeignOwner, or InvalidStateRequest for a default root.
         """
-        if self.root(owner, root) is self._default:
-            raise InvalidStateRequest("the default root is never closed", owner=owner)
+        self.root(owner, root)
+        if root in self._defaults:
+            raise InvalidStateRequest("a default root is never closed", owner=owner)
         self._let_go_root(owner, root)
 
     def owners_of(self, root: bytes) -> set[str]:
-        """Owners that hold a root open (none for the default root); raises UnknownState."""
-        if root == self._default.id:
+        """Owners that hold a root open (none for a default root); raises UnknownState."""
+        if root in self._defaults:
             return set()
         if root not in self._owners_of:
             raise UnknownState(f"no open root {root.hex()}")
@@ -143,12 +151,13 @@ class PinTable:
 
     def held(self) -> Iterator[tuple[Version, TailMemo | None]]:
         """Everything held here, once per reference."""
-        yield self._default, None
+        for version in self._defaults.values():
+            yield version, None
         for _, _, version, memo in self.held_by():
             yield version, memo
 
     def held_by(self) -> Iterator[tuple[str, str | None, Version, TailMemo | None]]:
-        """(owner, name, version, tail) of every root (name None) and pin; not the default root."""
+        """(owner, name, version, tail) of every root (name None) and pin; not of default roots."""
         for root, owners in self._owners_of.items():
             for owner in owners:
                 yield owner, None, self._index.versions[root], None
@@ -158,7 +167,7 @@ class PinTable:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """(roots without the default one, pins)."""
+        """(roots without the default ones, pins)."""
         return len(self._owners_of), sum(len(named) for named in self._pins.values())
 
     def _let_go_root(self, owner: str, root: bytes) -> None:

@@ -1,11 +1,11 @@
 """A committed version as a chain of links, which another process can publish again.
 
 A link names one version and what it adds to its parent's reading. The chain of a version runs from
-where its reading starts (the default root, or a version with a dense base of its own) to itself;
+where its reading starts (a default root, or a version with a dense base of its own) to itself;
 the payload behind it is that base and one page per "page" link.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple, NoReturn
 
@@ -25,7 +25,7 @@ class Link(NamedTuple):
     """One version of a chain."""
 
     adds: Adds
-    """What the version has: the default root's nothing, a dense base of its own, a page on top of
+    """What the version has: a default root's nothing, a dense base of its own, a page on top of
     its predecessor's, a page that is all it reads ("slot"), what an older version reads ("same"),
     or what the version reads at which the context was reset ("clear")."""
     number: int
@@ -63,15 +63,15 @@ def slots_of(chain: Chain) -> tuple[int, int]:
     )
 
 
-def check_chain(chain: Sequence[Link], root: bytes) -> None:
+def check_chain(chain: Sequence[Link], roots: Container[bytes]) -> None:
     """Raise IncompatibleSnapshot("chain: ...") unless the chain could be one of this model's.
 
-    `root` is the id of the default root. Ids of blocks are hashes over tokens, which a chain does
+    `roots` are the ids of default roots. Ids of blocks are hashes over tokens, which a chain does
     not hold; everything else is checked.
     """
     if not chain:
         _refuse("it is empty")
-    if chain[0].adds == "root" and (chain[0].id != root or chain[0].number != 0):
+    if chain[0].adds == "root" and (chain[0].id not in roots or chain[0].number != 0):
         _refuse("it starts at another model's root")
     if chain[0].adds not in _STARTS or chain[0].number < 0:
         _refuse(f"it starts with {chain[0]}")
@@ -92,11 +92,9 @@ def check_chain(chain: Sequence[Link], root: bytes) -> None:
 class SnapshotPath:
     """Export and import of committed versions, for one store."""
 
-    def __init__(self, index: StateIndex, pins: PinTable, root: bytes) -> None:
-        """`root` is the id of the default root."""
+    def __init__(self, index: StateIndex, pins: PinTable) -> None:
         self._index = index
         self._pins = pins
-        self._root = root
 
     def at(self, version_id: bytes, owner: str) -> Version:
         """The retained version of that id. Raises RollbackBeyondRetention."""
@@ -111,7 +109,7 @@ class SnapshotPath:
         return version
 
     def cleared(self, owner: str, root: bytes) -> Version:
-        """The version that an open root of `owner` was cleared at; the default root is itself.
+        """The version that an open root of `owner` was cleared at; a default root is itself.
 
         Raises UnknownState or ForeignOwner.
         """
@@ -130,7 +128,7 @@ class SnapshotPath:
         Raises IncompatibleSnapshot for a chain of another model, StateCapacity, and whatever
         `fill` raises; nothing but the memo has changed then.
         """
-        check_chain(chain, self._root)
+        check_chain(chain, self._pins.defaults)
         parent, missing = self.deepest(chain)
         if parent is not None:
             self._index.ref(parent)  # not evicted for the slots of its own successors

@@ -1,7 +1,7 @@
 """The store of read-write state: who owns which version, and how a version comes to be."""
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 
 from sgl_rwttt.core.candidate import Candidate
@@ -48,21 +48,23 @@ class TTTStateStore:
         root: bytes,
         copy_rows: Callable[[int, int, int], None],
         evidence: Evidence = "rows",
+        more_roots: Mapping[bytes, tuple[int, ...]] | None = None,
     ) -> None:
         """`copy_rows(src_page, dst_page, rows)` copies the first rows of a page, all layers.
 
         `fold_pages`: a version that reads this many pages gets a dense base; 0 for never.
         `evidence`: with "rows" a branch fills an open page and a version reads one page more than
         its predecessor; with "tokens" a version is one page, and nothing is kept of a tail.
+        `more_roots`: default roots beside `root`, with the pages outside the pool that they read.
         """
         self.chunk = chunk
         self._pages = pages
         self._bases = bases
         self._index = StateIndex(pages, bases)
-        self._pins = PinTable(self._index, root)
-        self.snapshots = SnapshotPath(self._index, self._pins, root)
+        self._pins = PinTable(self._index, {root: (), **(more_roots or {})})
+        self.snapshots = SnapshotPath(self._index, self._pins)
         self._evidence = evidence
-        self.contexts = ContextPath(self._index, self._pins, self.snapshots, root, evidence)
+        self.contexts = ContextPath(self._index, self._pins, self.snapshots, evidence)
         path = WritePath if evidence == "rows" else SlotWritePath
         self._writes = path(self._index, chunk, fold_pages, copy_rows, self._bases_in_use)
         self._owners: dict[tuple[str, str], OwnerState] = {}

@@ -25,8 +25,12 @@ TELL_S = 0.5  # how long an end that was forced waits until the server has heard
 class Owner:
     """A server session, opened at the first need and closed once."""
 
-    def __init__(self, transport: Transport, lease: Lease | None = None) -> None:
+    def __init__(
+        self, transport: Transport, lease: Lease | None = None, rank: int | None = None
+    ) -> None:
+        """``rank``: of its LoRA deltas, on a server of several; None: the server's default."""
         self.transport = transport
+        self.rank = rank
         self.lease = lease if lease is not None else Lease(None, transport.control)
         self.trash = Trash()
         self.executors: weakref.WeakSet[StateExecutor] = weakref.WeakSet()
@@ -51,7 +55,10 @@ class Owner:
             if self.error is not None:
                 raise self.error
             if self._opened is None:
-                self._opened = self.transport.control("open", self.lease.arguments)
+                asked = self.lease.arguments
+                if self.rank is not None:
+                    asked = {**asked, "rank": self.rank}
+                self._opened = self.transport.control("open", asked)
                 _live.add(self)
                 self.lease.add(self)
             return self._opened

@@ -60,13 +60,15 @@ class Program(SglFunction, Generic[P]):
         backend: StateBackend | None = None,
         use_thread: bool = True,
         state: str | None = None,
+        rank: int | None = None,
         **kwargs: Any,
     ) -> State:
         """Run the program and wait for it; what it returned is `.ret_value` of the state.
 
         `args` and `kwargs` are the program's own arguments. It runs on `backend`, else on the
         default one, else on the embedded model in this process. With `state` it starts where the
-        snapshot of that name was saved. Without `use_thread` every `+=` waits for the model.
+        snapshot of that name was saved; with `rank` its LoRA delta has that rank, one of the
+        server's (`--ttt-rank 8,4`). Without `use_thread` every `+=` waits for the model.
 
         Sampling parameters (temperature=..., max_new_tokens=...) are defaults for its gens. The
         owner is freed at the end unless `keep`. With `stream` it returns at once: see `text_iter`.
@@ -79,7 +81,7 @@ class Program(SglFunction, Generic[P]):
             "backend": backend,
             "use_thread": use_thread,
         }
-        return self._start(Cancellation(), *args, state=state, **named, **kwargs)
+        return self._start(Cancellation(), *args, state=state, rank=rank, **named, **kwargs)
 
     def _start(
         self,
@@ -90,12 +92,13 @@ class Program(SglFunction, Generic[P]):
         backend: Any = None,
         use_thread: bool = True,
         state: str | None = None,
+        rank: int | None = None,
         **kwargs: Any,
     ) -> State:
         sampling = self._sampling(kwargs)
         chosen = resolve_backend(backend)
         arguments = {**kwargs, **self.bind_arguments}
-        owner = Owner(chosen.transport, chosen.lease)
+        owner = Owner(chosen.transport, chosen.lease, rank)
         cancellation.begin(owner)
         s = State(
             StateExecutor(chosen, owner, arguments, sampling, stream=stream, use_thread=use_thread)

@@ -16,7 +16,7 @@ from sgl_rwttt.backends.lora_slots import initial_adapter
 
 from .fingerprint import Recorder
 from .options import TTTOptions
-from .rules import lora_config
+from .rules import lora_configs
 from .runtime import TTTRuntime
 from .seams import SeamError
 from .step import TTTStep, forward_step
@@ -32,7 +32,8 @@ class AdapterCausalLM:
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self.ttt_config = lora_config(TTTOptions.from_env(), config)
+        self.ttt_configs = lora_configs(TTTOptions.from_env(), config)
+        self.ttt_config = self.ttt_configs[0]
         self.ttt_step: TTTStep | None = None
         self.ttt: TTTRuntime | None = None
         for index, layer in enumerate(self.model.layers):  # type: ignore[attr-defined]
@@ -42,11 +43,13 @@ class AdapterCausalLM:
         """Load the checkpoint, then make the runtime over the model's own parameters."""
         seen, config = Recorder(weights), self.ttt_config
         loaded = super().load_weights(seen)  # type: ignore[misc]
-        fingerprint = seen.fingerprint(config)
-        self.ttt = TTTRuntime(config, fingerprint, self.model.embed_tokens.weight.device)
+        forms = [(each, seen.fingerprint(each)) for each in self.ttt_configs]
+        device = self.model.embed_tokens.weight.device
+        self.ttt = TTTRuntime(*forms[0], device, others=forms[1:])
         folder = self.ttt.options.adapter
-        start = initial_adapter(config, fingerprint)
-        self.ttt.backend.set_start(start if folder is None else load_adapter(Path(folder), config))
+        for form in forms:
+            start = initial_adapter(*form) if folder is None else load_adapter(Path(folder), config)
+            self.ttt.backend.set_start(start)
         self.ttt.backend.set_weights(decoder_weights(self, config.shape, config.chunk))
         return loaded
 

@@ -140,7 +140,7 @@ def _in_session(
         check_roots(len(runtime.store.roots_of(owner)), owner)
     starts: tuple[str, ...] = ()
     if given.rid is None:
-        root, spans = _session_root(runtime, owner, given, params), ModeSpans()
+        root, spans = _session_root(runtime, session, given, params), ModeSpans()
     else:
         root, spans, starts = _continue(runtime, sessions, session, given, params)
     kept = len(spans)
@@ -220,14 +220,14 @@ def _refuse_rewrites(owner: str, given: Any) -> None:
         )
 
 
-def _session_root(runtime: TTTRuntime, owner: str, given: Any, params: StateParams) -> Version:
+def _session_root(runtime: TTTRuntime, session: Any, given: Any, params: StateParams) -> Version:
+    """The root that a new context of the session starts at: its own, or one that it names."""
+    owner = session.session_id
     if given.offset is not None:
         raise InvalidStateRequest("offset needs a parent rid", owner=owner)
-    root = (
-        runtime.default_root
-        if params.root in (None, runtime.root)
-        else runtime.store.root(owner, params.root)
-    )
+    root: Version = getattr(session, "ttt_root", runtime.default_root)
+    if params.root is not None:
+        root = runtime.store.root(owner, params.root)
     _expect(params, root.id, root.number, owner=owner, branch=None)
     return root
 

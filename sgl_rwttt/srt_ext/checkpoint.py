@@ -87,7 +87,7 @@ def check_adapters(config: dict[str, Any], options: TTTOptions) -> None:
 
     Raises CheckpointError or ValueError naming the config key, architecture, flag or adapter file.
     """
-    from .rules import lora_config
+    from .rules import lora_configs
 
     if is_streaming(config):
         raise CheckpointError(
@@ -100,7 +100,7 @@ def check_adapters(config: dict[str, Any], options: TTTOptions) -> None:
             "weights: set ttt_mode to false with --json-model-override-args"
         )
     _check_architecture(config, "--ttt-backend=lora_delta is asked for")
-    lora_config(options, config)
+    lora_configs(options, config)
 
 
 def _check_architecture(config: dict[str, Any], why: str) -> None:

@@ -19,6 +19,7 @@ from sgl_rwttt.core.store import TTTStateStore
 from . import snapshot_file
 from .kv_rows import KVRows
 from .options import TTTOptions
+from .rules import only_form
 from .snapshot_context import (
     ROOT,
     Context,
@@ -27,6 +28,7 @@ from .snapshot_context import (
     root_tensors,
 )
 from .snapshot_fields import refuse
+from .snapshot_file import Fit
 from .snapshot_folder import SnapshotFolder
 from .snapshots import Snapshots, memory_errors
 
@@ -68,8 +70,8 @@ class ContextSnapshots(Snapshots):
         ``slots`` are those of the KV of all tokens; ``client`` is kept as it is.
         """
         self.folder.check_new(name, replace)
-        point, blank_sum = state.point, "0" * 64
-        check_point(point, self._root)
+        point, blank_sum, fit = state.point, "0" * 64, self._fit_of(state.version)
+        check_point(point, {fit.root})
         state_id = point.context.state_id_at(point.position).hex()
         context = Context(
             state_id=state_id,
@@ -82,8 +84,8 @@ class ContextSnapshots(Snapshots):
             checksum=blank_sum,
             kv_checksum=blank_sum,
         )
-        layout = snapshot_file.merged(snapshot_file.sections_of(point.head, context, self._backend))
-        blank = snapshot_file.blank_header(self._fits, point.head, layout, context)
+        layout = snapshot_file.merged(snapshot_file.sections_of(point.head, context, fit.shapes))
+        blank = snapshot_file.blank_header(fit.fields, point.head, layout, context)
         size = self._checked_size(blank, layout)
         with memory_errors(f"snapshot {name!r} was not saved"):
             version = {k: each.cpu() for k, each in self._backend.export(state.version).items()}
@@ -96,7 +98,7 @@ class ContextSnapshots(Snapshots):
             checksum=snapshot_file.checksum_of(rest),
             kv_checksum=snapshot_file.checksum_of(rows),
         )
-        blank = snapshot_file.blank_header(self._fits, point.head, layout, context)
+        blank = snapshot_file.blank_header(fit.fields, point.head, layout, context)
         more = rest | rows
         self.folder.create(name, lambda file: snapshot_file.write(file, blank, version, more))
         return size
@@ -125,7 +127,8 @@ class ContextSnapshots(Snapshots):
         failed = f"snapshot {name!r} was not restored"
         with memory_errors(failed), self.folder.open(name) as (file, size):
             header = snapshot_file.read_header(file, size)
-            sections = header.check(self._fits, self._root, self._backend)
+            fit = header.fit(self._fits)
+            sections = header.check(fit)
             context = header.context
             if context is None:
                 refuse("context", "the file holds the weights only: restore without kv")
@@ -134,19 +137,21 @@ class ContextSnapshots(Snapshots):
             tensors = read("context")
             tokens = array("q", tensors["tokens"].tolist())
             check_tokens(tokens, limits[1])
-            point = context.point(header.chain, tokens, self._store.chunk, self._root)
+            point = context.point(header.chain, tokens, self._store.chunk, fit.root)
             key = key_of(point.context.root, tokens, context.modes)
             with kv.prefix(key) as prefix:
                 if self._store.contexts.missing(point).head:
                     tensors |= read("version")
                 if prefix.missing:
                     prefix.fill(read("kv"), owner)
-                resumed = self._resume(owner, pin, point, tensors)
+                resumed = self._resume(owner, pin, point, tensors, fit)
                 prefix.insert()
         return RestoredContext(context, point, tokens, resumed, prefix.missing, size)
 
-    def _resume(self, owner: str, pin: str, point: Point, tensors: Mapping[str, Tensor]) -> Resumed:
-        backend, root = self._backend, root_tensors(tensors, point, self._backend)
+    def _resume(
+        self, owner: str, pin: str, point: Point, tensors: Mapping[str, Tensor], fit: Fit
+    ) -> Resumed:
+        backend, root = self._backend, root_tensors(tensors, point, fit.shapes)
         tail = {key: each for key, each in tensors.items() if key.startswith("tail.")}
 
         def fill(base: int | None, pages: tuple[int, ...], tail_page: int | None) -> None:
@@ -159,13 +164,13 @@ class ContextSnapshots(Snapshots):
 
 def open_snapshots(
     options: TTTOptions,
-    fits: Mapping[str, str],
-    root: bytes,
+    fits: Sequence[Fit],
     store: TTTStateStore,
     backend: StateBackend[Any],
+    form_of: Callable[[Sequence[int]], int] = only_form,
 ) -> ContextSnapshots | None:
     """The snapshots that the options ask for; ValueError, naming the flag, for a bad folder."""
     if options.snapshot_dir is None:
         return None
     folder = SnapshotFolder(options.snapshot_dir, options.snapshot_mb << 20, options.max_snapshots)
-    return ContextSnapshots(folder, fits, root, store, backend)
+    return ContextSnapshots(folder, fits, store, backend, form_of)

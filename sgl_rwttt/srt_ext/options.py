@@ -32,7 +32,6 @@ _AT_LEAST: dict[str, float] = {
     "retained_versions": 2,
     "snapshot_mb": 1,
     "max_snapshots": 1,
-    "rank": 1,
     "chunk": 2,
     "steps": 1,
     "seed": 0,
@@ -79,7 +78,9 @@ class TTTOptions:
     max_snapshots: int = 64  # files in snapshot_dir
     backend: str | None = None  # rule for a checkpoint without one; None = the checkpoint's own
     targets: str | None = None  # projections with an adapter, separated by commas
-    rank: int | None = None  # of an adapter; this and the next ones: None = the rule's default
+    rank: str | int | None = (
+        None  # of adapters, comma-separated; from here None = the rule's default
+    )
     alpha: float | None = None
     chunk: int | None = None  # write-mode tokens of a segment
     lr: float | None = None
@@ -117,6 +118,22 @@ class TTTOptions:
 
         self._check_rule()
 
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        """Ranks that owners may have, that of owners who ask for none first; None: the rule's.
+
+        Raises ValueError for anything but distinct whole numbers from 1.
+        """
+        if self.rank is None:
+            return (None,)
+        words = str(self.rank).split(",")
+        if not all(word.isascii() and word.isdigit() and int(word) for word in words):
+            raise ValueError(f"--ttt-rank takes numbers from 1, got {self.rank!r}")
+        ranks = tuple(map(int, words))
+        if len(set(ranks)) < len(ranks):
+            raise ValueError(f"--ttt-rank names a rank twice: {self.rank}")
+        return ranks
+
     def _check_rule(self) -> None:
         """Raise ValueError for an option of another rule than the one that is served."""
         lora = self.backend == "lora_delta"
@@ -124,6 +141,8 @@ class TTTOptions:
             if getattr(self, field) is not None:
                 which = "cannot be combined with" if lora else "needs"
                 raise ValueError(f"{flag(field)} {which} --ttt-backend=lora_delta")
+        if len(self.ranks) > 1 and self.adapter is not None:
+            raise ValueError("--ttt-adapter has one rank: it cannot be combined with several ranks")
         if lora and self.commit != "owner":
             raise ValueError("--ttt-commit=dense cannot be combined with --ttt-backend=lora_delta")
 
@@ -211,7 +230,11 @@ _ARGUMENTS: dict[str, tuple[Any, str | None, str]] = {
         "checkpoint (default: the checkpoint's own rule, ttt_mode in config.json)",
     ),
     "targets": (str, "NAMES", "lora_delta: projections, comma-separated (default q_proj,v_proj)"),
-    "rank": (int, "R", "lora_delta: rank (default 8)"),
+    "rank": (
+        str,
+        "R[,R...]",
+        "lora_delta: rank (default 8), or ranks that owners may ask for, the default one first",
+    ),
     "alpha": (float, "ALPHA", "lora_delta: alpha; adapters count alpha/rank times (default 16)"),
     "chunk": (int, "C", "lora_delta: write-mode tokens per segment (default 64)"),
     "lr": (float, "LR", "lora_delta: learning rate of AdamW (default 5e-5)"),

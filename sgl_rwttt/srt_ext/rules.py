@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,25 @@ from sgl_rwttt.core.slots import SlotPool
 
 from .limits import retained_window
 from .options import TTTOptions
+from .snapshot_context import Shapes
 
 RowsConfig = InPlaceConfig | StreamingConfig
 RuleConfig = RowsConfig | LoraDeltaConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One form of the rule that an owner can have; of most rules there is one."""
+
+    config: RuleConfig
+    start: tuple[int, ...]  # pages outside the pool that an owner reads at first
+    shape: tuple[Any, ...]  # what states must share to be in one operator group
+    shapes: Shapes  # of what a snapshot holds
+
+
+def only_form(pages: Sequence[int]) -> int:
+    """The form of every version of a rule that has one."""
+    return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +50,22 @@ class StateParts:
     bases: SlotPool
     fold_pages: int  # pages that a version reads before it gets a dense base; 0 = never
     evidence: Evidence
-    shape: tuple[Any, ...]  # what states must share to be in one operator group
+    forms: tuple[Form, ...]  # that of owners who ask for none first
     retained: int | None  # newest versions kept per lineage
+    form_of: Callable[[Sequence[int]], int] = only_form  # of a version, by the pages it reads
 
 
-def state_parts(config: RuleConfig, options: TTTOptions, device: torch.device) -> StateParts:
-    """Allocate the pools of one rule; ValueError, naming the flag, when they would hold nothing."""
-    if isinstance(config, LoraDeltaConfig):
-        return _lora_delta(config, options, device)
-    return _of_rows(config, options, device)
+def state_parts(
+    configs: Sequence[RuleConfig], options: TTTOptions, device: torch.device
+) -> StateParts:
+    """Allocate the pools of one rule in its forms, the default one first.
+
+    ValueError, naming the flag, when the pools would hold nothing.
+    """
+    first = configs[0]
+    if isinstance(first, LoraDeltaConfig):
+        return _lora_delta([c for c in configs if isinstance(c, LoraDeltaConfig)], options, device)
+    return _of_rows(first, options, device)
 
 
 def _of_rows(config: RowsConfig, options: TTTOptions, device: torch.device) -> StateParts:
@@ -55,40 +79,60 @@ def _of_rows(config: RowsConfig, options: TTTOptions, device: torch.device) -> S
         bases=SlotPool(bases, "dense base", bases_by),
         fold_pages=folds,
         evidence="rows",
-        shape=(config.rule, config.d_model, config.d_ff, str(backend.dtype)),
+        forms=(
+            Form(
+                config, (), (config.rule, config.d_model, config.d_ff, str(backend.dtype)), backend
+            ),
+        ),
         retained=retained_window(options, folds, bases - 1),
     )
 
 
-def _lora_delta(config: LoraDeltaConfig, options: TTTOptions, device: torch.device) -> StateParts:
-    slot_bytes = 4 * config.adapter_numbers
+def _lora_delta(
+    configs: Sequence[LoraDeltaConfig], options: TTTOptions, device: torch.device
+) -> StateParts:
+    largest = max(configs, key=lambda config: config.rank)
+    slot_bytes = 4 * largest.adapter_numbers
     held = options.memory_mb * 1024 * 1024 // slot_bytes
-    slots = _at_most(held - 1, options.max_pages)  # one more holds what every owner starts from
+    starts = len(configs)  # slots that hold what the owners of each rank start from
+    slots = _at_most(held - starts, options.max_pages)
     if slots < 4:
         raise ValueError(
             f"--ttt-memory-mb={options.memory_mb} holds {held} adapters of {slot_bytes} bytes "
-            f"(rank {config.rank}, {config.shape.layers} layers); at least 5 are needed"
+            f"(rank {largest.rank}, {largest.shape.layers} layers), of at least {4 + starts} needed"
         )
-    backend = LoraDeltaBackend(config, slots + 1, options.train_tokens, device)
+    backend = LoraDeltaBackend(
+        configs[0], slots + 1, options.train_tokens, device, others=configs[1:]
+    )
     return StateParts(
         backend=backend,
         pages=_page_pool(slots + 1, "adapter", options),
         bases=SlotPool(1, "dense base"),
         fold_pages=0,
         evidence="tokens",
-        shape=(config.rule, config.shape.d_model, "torch.float32"),
+        forms=tuple(
+            Form(
+                config,
+                (backend.start + i,) if i else (),
+                (config.rule, config.shape.d_model, "torch.float32"),
+                backend.forms[i],
+            )
+            for i, config in enumerate(configs)
+        ),
         retained=options.retained_versions,
+        form_of=backend.form_of,
     )
 
 
-def lora_config(options: TTTOptions, hf_config: Any) -> LoraDeltaConfig:
-    """The rule that ``--ttt-backend lora_delta`` asks for; ValueError names the key or parameter.
+def lora_configs(options: TTTOptions, hf_config: Any) -> tuple[LoraDeltaConfig, ...]:
+    """The rule that ``--ttt-backend lora_delta`` asks for, once for each rank; ValueError names the
+    key or parameter.
 
     ``--ttt-adapter`` is read once here, because every state depends on what is in it.
     """
     given: dict[str, Any] = {
         "targets": None if options.targets is None else tuple(options.targets.split(",")),
-        "rank": options.rank,
+        "rank": options.ranks[0],
         "alpha": options.alpha,
         "chunk": options.chunk,
         "lr": options.lr,
@@ -104,10 +148,10 @@ def lora_config(options: TTTOptions, hf_config: Any) -> LoraDeltaConfig:
             f"--ttt-train-tokens={options.train_tokens} does not hold a segment of "
             f"--ttt-chunk={config.chunk} tokens"
         )
-    if options.adapter is None:
-        return config
-    initial = adapter_digest(load_adapter(Path(options.adapter), config))
-    return LoraDeltaConfig(config.shape, **named, initial=initial)
+    if options.adapter is not None:
+        initial = adapter_digest(load_adapter(Path(options.adapter), config))
+        config = replace(config, initial=initial)
+    return (config, *(replace(config, rank=rank) for rank in options.ranks[1:] if rank))
 
 
 def size_pools(config: RowsConfig, options: TTTOptions) -> tuple[int, int]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import torch
 
 from sgl_rwttt.core.effects import Effect
-from sgl_rwttt.core.errors import OwnerReleased, StateError, UnknownOwner
+from sgl_rwttt.core.errors import InvalidStateRequest, OwnerReleased, StateError, UnknownOwner
 from sgl_rwttt.core.faults import reach
 from sgl_rwttt.core.lineage import root_id
 from sgl_rwttt.core.owners import OwnerState
@@ -29,7 +30,7 @@ from .logs import event_line, public_name
 from .metrics import TTTMetrics, make_metrics
 from .options import TTTOptions
 from .rules import RuleConfig, state_parts
-from .snapshots import required_fields
+from .snapshots import Fit, required_fields
 
 if TYPE_CHECKING:
     from .lineage import RequestLineage
@@ -58,9 +59,16 @@ _COUNTED = (
 class TTTRuntime:
     """Owns the pools and the store; maps rows of SGLang's request pool to owners' states."""
 
-    def __init__(self, config: RuleConfig, fingerprint: str, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: RuleConfig,
+        fingerprint: str,
+        device: torch.device,
+        others: Sequence[tuple[RuleConfig, str]] = (),
+    ) -> None:
+        """``others``: further forms of the rule (ranks) that owners may ask for, with theirs."""
         options = TTTOptions.from_env()
-        parts = state_parts(config, options, device)
+        parts = state_parts([config, *(other for other, _ in others)], options, device)
         self.config = config
         self.fingerprint = fingerprint
         self.boot_id = secrets.token_hex(8)
@@ -68,9 +76,15 @@ class TTTRuntime:
         self.backend = parts.backend
         self.backend.write_group = options.target_batch
         self.fold_pages = parts.fold_pages
-        self.shape = parts.shape
+        self.forms = parts.forms
+        self.form_of = parts.form_of
+        self.fingerprints = [fingerprint, *(each for _, each in others)]
         self.placement = str(device)
-        self.root = root_id(fingerprint, config.rule)
+        roots = [
+            root_id(each, form.config.rule)
+            for each, form in zip(self.fingerprints, parts.forms, strict=True)
+        ]
+        self.root = roots[0]
         self.page_pool = parts.pages
         self.store = TTTStateStore(
             pages=parts.pages,
@@ -80,10 +94,18 @@ class TTTRuntime:
             root=self.root,
             copy_rows=self.backend.copy_rows,
             evidence=parts.evidence,
+            more_roots={
+                root: form.start for root, form in zip(roots[1:], parts.forms[1:], strict=True)
+            },
         )
-        self.default_root = self.store.root("", self.root)
-        fits = required_fields(config, self.backend.report()["dtype"], fingerprint)
-        self.snapshots = open_snapshots(options, fits, self.root, self.store, self.backend)
+        self.roots = [self.store.root("", root) for root in roots]
+        self.default_root = self.roots[0]
+        dtype = self.backend.report()["dtype"]
+        fits = [
+            Fit(required_fields(form.config, dtype, each), root, form.shapes)
+            for form, each, root in zip(parts.forms, self.fingerprints, roots, strict=True)
+        ]
+        self.snapshots = open_snapshots(options, fits, self.store, self.backend, self.form_of)
         self.rows: dict[int, Any] = {}  # request pool row -> RequestLineage
         self.by_rid: dict[str, Any] = {}  # the same lineages by request id
         self.released: OrderedDict[str, None] = OrderedDict()
@@ -98,6 +120,19 @@ class TTTRuntime:
             **self.backend.report(),
             "fold_pages": self.fold_pages,
         }
+
+    def form_with(self, rank: int | None) -> int:
+        """Index of the form that an owner asks for; None asks for the default one.
+
+        Raises InvalidStateRequest naming what there is.
+        """
+        if rank is None:
+            return 0
+        ranks = [getattr(form.config, "rank", None) for form in self.forms]
+        if rank not in ranks:
+            there = "its rule has no rank" if ranks == [None] else f"it has {ranks} (--ttt-rank)"
+            raise InvalidStateRequest(f"the server serves no rank {rank}: {there}")
+        return ranks.index(rank)
 
     def is_released(self, owner: str) -> bool:
         """Whether ``owner`` was closed here (the newest few thousand are remembered)."""
@@ -128,13 +163,14 @@ class TTTRuntime:
 
     def transition(self, lineage: RequestLineage, effect: Effect) -> Transition:
         """The next step of a running lineage, with ``effect``, as the planner sees it."""
+        version = lineage.require_state().version
         return Transition(
             owner=lineage.owner,
             branch=lineage.branch,
             backend=self.backend.name,
-            shape=self.shape,
+            shape=self.forms[self.form_of(version.pages)].shape,
             effect=effect,
-            expected_version=lineage.require_state().version.number,
+            expected_version=version.number,
             placement=self.placement,
         )
 

@@ -118,14 +118,14 @@ class Context:
         return {**root, **shapes.tail_layout(self.tail), **tokens}, self.kv.layout(self.position)
 
     def point(self, head: Chain, tokens: Sequence[int], chunk: int, root: bytes) -> Point:
-        """The point that the file holds; ``root`` is the id of the default root.
+        """The point that the file holds; ``root`` is the id of its default root.
 
         Raises IncompatibleSnapshot unless chains, ids and tail are those of the tokens.
         """
         context = ContextChain(self.root[-1].id, chunk, self.root[-1].number)
         context.sync(tokens, self.modes)
         point = Point(self.root, head, context, self.position)
-        check_point(point, root)
+        check_point(point, {root})
         clock = context.clock_at(self.position)
         if (self.tail, self.state_id) != (clock.rows, clock.state_id.hex()):
             refuse("context", f"its tokens lead to {clock.state_id.hex()} with {clock.rows} rows")

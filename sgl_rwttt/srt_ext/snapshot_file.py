@@ -7,7 +7,7 @@ against the model, both checksums, every number for being finite. See docs/snaps
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -34,6 +34,14 @@ _DTYPES = {
     torch.int64: "I64",
 }
 _BLANK = "0" * 64
+
+
+class Fit(NamedTuple):
+    """What a file must be for a server, in one form of its rule."""
+
+    fields: Mapping[str, str]  # values that the header must have
+    root: bytes  # id of the default root
+    shapes: Shapes
 
 
 class Sections(NamedTuple):
@@ -64,18 +72,23 @@ class Header:
         text = self.fields.get("context")
         return None if text is None else parse_context(text)
 
-    def check(self, fits: Mapping[str, str], root: bytes, shapes: Shapes) -> Sections:
+    def fit(self, fits: Sequence[Fit]) -> Fit:
+        """The one of the file's own rule, else the first."""
+        mine = (fit for fit in fits if fit.fields["rule"] == self.fields["rule"])
+        return next(mine, fits[0])
+
+    def check(self, fit: Fit) -> Sections:
         """Raise IncompatibleSnapshot, naming the field, unless the file fits this model.
 
-        ``fits`` are the values that a file must have, ``root`` is the id of the default root.
         Whether the KV fits is not looked at. Returns the file's layout. The data is not read.
         """
         for field in _FITS:
             accepted = CONTEXT_FORMAT if "context" in self.fields and field == "format" else ""
-            if self.fields[field] not in (fits[field], accepted):
-                refuse(field, f"the file has {self.fields[field]!r}, this server {fits[field]!r}")
+            given, wanted = self.fields[field], fit.fields[field]
+            if given not in (wanted, accepted):
+                refuse(field, f"the file has {given!r}, this server {wanted!r}")
         chain = self.chain
-        check_chain(chain, root)
+        check_chain(chain, {fit.root})
         last = chain[-1]
         for field, value in (
             ("version", str(last.number)),
@@ -84,7 +97,7 @@ class Header:
         ):
             if self.fields[field] != value:
                 refuse(field, f"the file has {self.fields[field]!r}, its chain {value!r}")
-        found = sections_of(chain, self.context, shapes)
+        found = sections_of(chain, self.context, fit.shapes)
         whole = merged(found)
         if self.tensors != _descriptors(whole):
             refuse(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from sgl_rwttt.core.versions import Version
 from . import snapshot_file
 from .rules import RuleConfig
 from .snapshot_context import Layout
+from .snapshot_file import Fit
 from .snapshot_folder import SnapshotFolder
 
 
@@ -40,17 +41,17 @@ class Snapshots:
     def __init__(
         self,
         folder: SnapshotFolder,
-        fits: Mapping[str, str],
-        root: bytes,
+        fits: Sequence[Fit],
         store: TTTStateStore,
         backend: StateBackend[Any],
+        form_of: Callable[[Sequence[int]], int],
     ) -> None:
-        """``fits`` as from ``required_fields``; ``root`` is the id of the default root."""
+        """``fits`` for each form of the rule; ``form_of`` says which a version has by its pages."""
         self.folder = folder
-        self._fits = dict(fits)
-        self._root = root
+        self._fits = tuple(fits)
         self._store = store
         self._backend = backend
+        self._form_of = form_of
 
     def save(self, name: str, version: Version, replace: bool = False) -> int:
         """Write a live version to file ``name``; returns its size in bytes.
@@ -61,8 +62,9 @@ class Snapshots:
         """
         self.folder.check_new(name, replace)
         chain = chain_of(version)
-        layout = snapshot_file.sections_of(chain, None, self._backend).version
-        blank = snapshot_file.blank_header(self._fits, chain, layout)
+        fit = self._fit_of(version)
+        layout = snapshot_file.sections_of(chain, None, fit.shapes).version
+        blank = snapshot_file.blank_header(fit.fields, chain, layout)
         size = self._checked_size(blank, layout)
         with memory_errors(f"snapshot {name!r} was not saved"):
             tensors = {key: each.cpu() for key, each in self._backend.export(version).items()}
@@ -82,13 +84,16 @@ class Snapshots:
         with memory_errors(f"snapshot {name!r} was not restored"):
             with self.folder.open(name) as (file, size):
                 header = snapshot_file.read_header(file, size)
-                sections = header.check(self._fits, self._root, self._backend)
+                sections = header.check(header.fit(self._fits))
                 chain = header.chain
                 tensors: dict[str, Tensor] = {}
                 if not self._store.snapshots.retains(chain[-1]):
                     tensors = snapshot_file.read_section(file, header, sections, "version")
             fill = partial(self._backend.restore, tensors)
             return self._store.snapshots.restore(owner, chain, fill), size
+
+    def _fit_of(self, version: Version) -> Fit:
+        return self._fits[self._form_of(version.pages)]
 
     def _checked_size(self, blank: bytes, layout: Layout) -> int:
         size = len(blank) + snapshot_file.data_bytes(layout)
@@ -108,7 +113,7 @@ class Snapshots:
             with self.folder.open(name) as (file, size):
                 modified = os.fstat(file.fileno()).st_mtime
                 header = snapshot_file.read_header(file, size)
-            header.check(self._fits, self._root, self._backend)
+            header.check(header.fit(self._fits))
             context = header.context
         except StateError as error:
             return {"name": name, "error": error.to_wire()}

@@ -47,10 +47,14 @@ def _unexpected(op: str, raised: Exception) -> StateError:
 
 
 def open_owner(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
-    """Open a session; its id is 128 random bits and is the capability to use the state."""
+    """Open a session; its id is 128 random bits and is the capability to use the state.
+
+    ``rank`` chooses one of several ranks (``--ttt-rank``).
+    """
     from sglang.srt.managers.io_struct import OpenSessionReqInput
 
-    only(args, "timeout")
+    only(args, "timeout", "rank")
+    form = scheduler.ttt.form_with(integer(args, "rank"))
     options = scheduler.ttt.options
     timeout = args.get("timeout", options.owner_timeout)
     if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
@@ -64,9 +68,14 @@ def open_owner(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
             capacity_of_str_len=_CAPACITY_OF_STR_LEN, session_id=owner, timeout=timeout
         )
     )
-    scheduler.session_controller.get(owner).ttt_opened = time.monotonic()
-    root = scheduler.ttt.default_root
-    return {"owner": owner, "root": root.id.hex(), "version": root.number, **identity(scheduler)}
+    session, root = scheduler.session_controller.get(owner), scheduler.ttt.roots[form]
+    session.ttt_opened, session.ttt_root = time.monotonic(), root
+    return {
+        "owner": owner,
+        "root": root.id.hex(),
+        "version": root.number,
+        **identity(scheduler, form),
+    }
 
 
 def close_owner(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
@@ -179,15 +188,15 @@ def state_at(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def identity(scheduler: Any) -> dict[str, Any]:
-    """What a client must know of the server: model, rule, boot."""
+def identity(scheduler: Any, form: int = 0) -> dict[str, Any]:
+    """What a client must know of the server: model, rule (in one of its forms), boot."""
     runtime = scheduler.ttt
     return {
         "boot_id": runtime.boot_id,
         "rule": runtime.backend.name,
         "stateless": runtime.backend.stateless,
         "chunk": runtime.config.chunk,
-        "fingerprint": runtime.fingerprint,
+        "fingerprint": runtime.fingerprints[form],
         "model_path": scheduler.server_args.model_path,
         "vocab_size": scheduler.model_config.vocab_size,
         "context_length": scheduler.model_config.context_len,

@@ -51,13 +51,20 @@ def _layer(layer: Any) -> LayerWeights:
 
 
 def make_backend(
-    model: Any, *, slots: int = 24, train_tokens: int = 4096, **rule: Any
+    model: Any,
+    *,
+    slots: int = 24,
+    train_tokens: int = 4096,
+    ranks: Sequence[int] = (8,),
+    **rule: Any,
 ) -> LoraDeltaBackend:
-    """A backend with every free slot poisoned, at its fresh start adapter."""
-    config = LoraDeltaConfig(DecoderShape.from_hf(model.config), **rule)
-    backend = LoraDeltaBackend(config, slots=slots, train_tokens=train_tokens)
+    """A backend with every free slot poisoned, at its fresh start adapter of each rank."""
+    shape = DecoderShape.from_hf(model.config)
+    config, *others = [LoraDeltaConfig(shape, **{"rank": rank, **rule}) for rank in ranks]
+    backend = LoraDeltaBackend(config, slots=slots, train_tokens=train_tokens, others=others)
     backend.set_weights(fused_weights(model))
-    backend.set_start(initial_adapter(config, "tiny"))
+    for each in backend.configs:
+        backend.set_start(initial_adapter(each, "tiny"))
     for slot in range(slots):
         backend.poison(slot)
     return backend

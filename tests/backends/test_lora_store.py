@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sgl_rwttt.backends.lora_slots import initial_adapter
 from sgl_rwttt.core.effects import Effect
 from sgl_rwttt.core.lineage import root_id
 from sgl_rwttt.core.owners import OwnerState
@@ -27,20 +28,29 @@ Items = list[tuple[int, Effect]]
 class Rig:
     """One model, its backend and a store; freed adapters hold NaN at all times."""
 
-    def __init__(self, slots: int = 16) -> None:
+    def __init__(self, slots: int = 16, ranks: tuple[int, ...] = (8,), tau: float = TAU) -> None:
         self.model = tiny_model("qwen3")
-        self.backend = make_backend(self.model, slots=slots, chunk=CHUNK, lr=LR, tau=TAU)
+        self.backend = make_backend(
+            self.model, slots=slots, ranks=ranks, chunk=CHUNK, lr=LR, tau=tau
+        )
         self.pool = PoisonedPool(slots, "adapter", self.backend.poison)
-        self.root = root_id("tiny", self.backend.config.rule)
+        self.roots = [root_id("tiny", config.rule) for config in self.backend.configs]
         self.store = TTTStateStore(
-            self.pool, SlotPool(1, "base"), CHUNK, 0, self.root, self.backend.copy_rows, "tokens"
+            self.pool,
+            SlotPool(1, "base"),
+            CHUNK,
+            0,
+            self.roots[0],
+            self.backend.copy_rows,
+            "tokens",
+            {root: (self.backend.start + i,) for i, root in enumerate(self.roots) if i},
         )
         self.updates = 0
 
-    def create(self, name: str, items: Items = ()) -> tuple[OwnerState, int]:
-        tokens, spans = [token for token, _ in items], spans_of(list(items))
-        match = self.store.match(self.root, tokens, spans, len(tokens))
-        state = self.store.create("a", name, match, self.root, tokens, spans)
+    def create(self, name: str, items: Items = (), form: int = 0) -> tuple[OwnerState, int]:
+        tokens, spans, root = [t for t, _ in items], spans_of(list(items)), self.roots[form]
+        match = self.store.match(root, tokens, spans, len(tokens))
+        state = self.store.create("a", name, match, root, tokens, spans)
         return state, match.depth
 
     @torch.no_grad()
@@ -70,16 +80,16 @@ def spans_of(items: Items) -> ModeSpans:
     return spans
 
 
-def replay(rig: Rig, items: Items) -> tuple[Tensor, Owner, int]:
+def replay(rig: Rig, items: Items, form: int = 0) -> tuple[Tensor, Owner, int]:
     """(logits per token, the owner at the end, boundaries learnt) with PEFT, token by token."""
-    c, evidence, rows, cache, updates = rig.backend.config, [], [], None, 0
-    owner = Owner(rig.model, c.targets, c.rank, c.alpha, rig.backend.adapter(Reads()))
+    c, evidence, rows, cache, updates = rig.backend.configs[form], [], [], None, 0
+    owner = Owner(rig.model, c.targets, c.rank, c.alpha, initial_adapter(c, "tiny"))
     for token, mode in items:
         logits, cache = owner.feed(token, cache)
         rows.append(logits)
         evidence += [token] if mode is W else []
         if len(evidence) == CHUNK:
-            updates += owner.boundary(evidence, LR, TAU, c.weight, c.steps)[1]
+            updates += owner.boundary(evidence, LR, c.tau, c.weight, c.steps)[1]
             evidence = []
     return torch.stack(rows), owner, updates
 
@@ -149,3 +159,76 @@ def copied(rig: Rig, items: Items) -> Any:
     fresh = Rig()
     state, _ = fresh.create("cold")
     return fresh.run(state, [], items, None)[1]
+
+
+def test_two_ranks_in_one_pool() -> None:
+    """Guards: a rank read or trained with the other's scale or width, in slots that both use in
+    turn, behind rows of NaN. Rank 3 is the smaller one, and the default.
+    """
+    rig, total = Rig(slots=4, ranks=(3, 8)), 0
+    assert rig.backend.page_bytes == 4 * rig.backend.configs[1].adapter_numbers
+    for turn in range(3):
+        for form in (0, 1):
+            items = some(10 * turn + form, 37)
+            expected, owner, learnt = replay(rig, items, form)
+            state, _ = rig.create(f"{turn} {form}", form=form)
+            assert rig.backend.form_of(state.version.pages) == form
+            rows, cache = [], None
+            for first in range(0, 37, 6):
+                logits, cache = rig.run(state, items[:first], items[first : first + 6], cache)
+                rows.append(logits)
+            torch.testing.assert_close(torch.cat(rows), expected, rtol=1e-3, atol=2e-3)
+            for name, values in rig.backend.adapter(state.version).items():
+                torch.testing.assert_close(values, owner.tensors()[name], rtol=1e-3, atol=1e-4)
+            assert rig.backend.form_of(state.version.pages) == form
+            rig.store.release(state)
+            total += learnt
+    assert total > 6, total
+    assert rig.store.stats()["evictions"] > 2
+    rig.store.flush()
+    rig.store.check_integrity()
+    assert rig.pool.live == 0
+
+
+def test_ranks_of_one_batch() -> None:
+    """Guards the grouping: owners of two ranks in one forward pass, at boundaries together."""
+    rig = Rig(ranks=(8, 3), tau=0.0)
+    prompts = [[(token, W) for token, _ in some(20 + i, 10)] for i in range(4)]
+    states = [rig.create(f"{i}", form=i % 2)[0] for i in range(4)]
+    candidates = [
+        rig.store.begin_write(state, [token for token, _ in items], spans_of(items), 10 * i)
+        for i, (state, items) in enumerate(zip(states, prompts, strict=True))
+    ]
+    plan = rig.backend.begin_step([candidate.segment for candidate in candidates])
+    assert list(plan.reads) == [0, 1]
+    assert rig.backend.finish_step(plan) == [True] * 4 and plan.updates == 8
+    for i, (candidate, items) in enumerate(zip(candidates, prompts, strict=True)):
+        kept = plan.unchanged_pages(i)
+        for page in plan.written_pages(i):
+            candidate.mark_written(page, changed=page not in kept)
+        rig.store.commit(candidate)
+        owner = replay(rig, items, i % 2)[1]
+        for name, values in rig.backend.adapter(states[i].version).items():
+            torch.testing.assert_close(values, owner.tensors()[name], rtol=1e-3, atol=1e-4)
+
+
+def test_a_rank_moves_with_its_payload() -> None:
+    """Guards export and restore: the form is that of the tensors, and another's is refused."""
+    rig = Rig(ranks=(8, 3), tau=0.0)
+    state, _ = rig.create("a", form=1)
+    assert rig.backend.export(state.version) == {}
+    rig.run(state, [], some(31, 3 * CHUNK), None)
+    assert state.version.pages
+    tensors = rig.backend.export(state.version)
+    assert {k: v.shape for k, v in tensors.items()} == {
+        k: shape for k, (_, shape) in rig.backend.forms[1].layout(1, False).items()
+    }
+    rig.backend.poison(7)
+    rig.backend.restore(tensors, None, (7,))
+    assert rig.backend.form_of((7,)) == 1
+    again = rig.backend.export(Reads(7))
+    assert all(torch.equal(again[name], tensors[name]) for name in tensors)
+    with pytest.raises(ValueError, match=r"q_proj\.lora_A is"):
+        Rig(ranks=(8, 2)).backend.restore(tensors, None, (7,))
+    with pytest.raises(ValueError, match="each may occur once"):
+        Rig(ranks=(8, 8))

@@ -6,6 +6,7 @@ rows, a state is the tuple of its blocks. Freed pages hold POISON, and reading i
 
 import copy
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import groupby
 
 from sgl_rwttt.core import (
@@ -45,11 +46,16 @@ class Replay:
     rows: list = field(default_factory=list)
 
 
+def mark(*parts: object) -> int:
+    """A number that stands for its parts, the same in every process."""
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=7).digest(), "little")
+
+
 def replay(origin: Origin, items: list[Item], chunk: int) -> Replay:
     """One owner alone, one token at a time."""
-    out, symbol = Replay(list(origin.blocks)), hash((origin.id, origin.blocks))
+    out, symbol = Replay(list(origin.blocks)), mark(origin.id, origin.blocks)
     for token, mode in items:
-        symbol = hash((symbol, token, mode is W))
+        symbol = mark(symbol, token, mode is W)
         if mode is W:
             out.rows.append(symbol)
         if len(out.rows) == chunk:
@@ -60,9 +66,9 @@ def replay(origin: Origin, items: list[Item], chunk: int) -> Replay:
 
 def symbols(origin: Origin, items: list[Item]) -> list[int]:
     """The row content of every token."""
-    symbol, out = hash((origin.id, origin.blocks)), []
+    symbol, out = mark(origin.id, origin.blocks), []
     for token, mode in items:
-        symbol = hash((symbol, token, mode is W))
+        symbol = mark(symbol, token, mode is W)
         out.append(symbol)
     return out
 

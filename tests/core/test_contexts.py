@@ -24,7 +24,7 @@ class Saved:
         chain = ContextChain(origin.id, lab.chunk, origin.number)
         chain.sync(tokens_of(items), spans_of(items))
         state: PointState = lab.store.contexts.at(owner, chain, len(items))
-        check_point(state.point, lab.root.id)
+        check_point(state.point, {lab.root.id})
         self.point, self.items, self.origin = state.point, items, origin
         start = lab.store.root(owner, origin.id)
         self.root = self.payload(lab, start)
@@ -199,4 +199,4 @@ def test_chains_that_do_not_lead_to_the_tokens(change, fold_pages: int) -> None:
     point = saved(lab, 9, 5 * C + 1).point
     assert extends_root(point) == (fold_pages == 0)
     with pytest.raises(IncompatibleSnapshot, match=r"^chain: "):
-        check_point(change(point), lab.root.id)
+        check_point(change(point), {lab.root.id})

@@ -218,7 +218,7 @@ BROKEN: dict[str, list[Link]] = {
 def test_impossible_chains_are_refused(links):
     """Guards: a lineage that no owner of this model can have."""
     with pytest.raises(IncompatibleSnapshot, match=r"^chain: "):
-        check_chain(links, ROOT)
+        check_chain(links, {ROOT})
 
 
 def test_one_id_has_one_number():

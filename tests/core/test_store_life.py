@@ -9,8 +9,11 @@ from sgl_rwttt.core import (
     BranchBusy,
     ForeignOwner,
     InvalidStateRequest,
+    ModeSpans,
     OwnerReleased,
+    SlotPool,
     StaleVersion,
+    TTTStateStore,
     UnknownState,
     cleared_root_id,
 )
@@ -263,3 +266,41 @@ def test_a_root_is_closed_once_and_by_its_owner():
         lab.store.close_root("b", root)
     lab.store.flush()
     assert lab.ledger()[1] == 0
+
+
+def test_several_default_roots():
+    """Owners of one kind that start from the other's state, or whose start is evicted or counted
+    as theirs.
+    """
+    first, second = b"1" * 16, b"2" * 16
+    pages, bases = SlotPool(6, "pages"), SlotPool(1, "bases")
+    store = TTTStateStore(pages, bases, C, 0, first, no_copy, "tokens", {second: (6,)})
+    for root, reads in ((first, ()), (second, (6,))):
+        version = store.root("anybody", root)
+        assert (version.number, version.pages) == (0, reads)
+        match = store.match(root, [], ModeSpans(), 0)
+        state = store.create("a", root.hex(), match, root, [], ModeSpans())
+        assert store.view(state).pages == reads
+        candidate = store.begin_write(state, list(range(2 * C)), W, 0)
+        assert next(part.pages for part in candidate.segment.parts) == reads
+        kept, learnt = (block.page for block in candidate.blocks)
+        candidate.mark_written(kept, changed=False)
+        candidate.mark_written(learnt)
+        (shares, own) = store.commit(candidate)
+        assert (shares.pages, own.pages) == (reads, (learnt,))
+        store.pin("a", root.hex(), state)
+        store.release(state)
+        with pytest.raises(InvalidStateRequest, match="a default root is never closed"):
+            store.close_root("a", root)
+        store.check_integrity()
+    cleared = store.open_root("a", store.root("a", second))
+    assert store.root("a", cleared).pages == (6,)
+    assert store.holdings(["a"])["a"].pages < set(range(6)), "the start is outside the pool"
+    store.release_owner("a")
+    store.flush()
+    store.check_integrity()
+    assert (pages.live, store.stats()["versions"]) == (0, 2)
+
+
+def no_copy(source: int, target: int, rows: int) -> None:
+    raise AssertionError("there is nothing to copy")

@@ -12,11 +12,13 @@ import torch
 
 from sgl_rwttt.backends.lora_config import DecoderShape, LoraDeltaConfig
 from sgl_rwttt.backends.lora_slots import initial_adapter
+from sgl_rwttt.core.errors import InvalidStateRequest
 from tests.backends.lora_oracle import Owner, tiny_model
 from tests.engine.served import Served, rid, state
 
 pytestmark = pytest.mark.engine
 CHUNK, LR, STEPS, VOCAB = 8, 0.01, 2, 128
+RANK, SMALL = 8, 3
 TAU = 4.6
 
 
@@ -32,6 +34,7 @@ def served(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
     engine = Served(
         folder / "model",
         ttt_backend="lora_delta",
+        ttt_rank=f"{RANK},{SMALL}",
         ttt_chunk=CHUNK,
         ttt_lr=LR,
         ttt_steps=STEPS,
@@ -57,9 +60,11 @@ def prompt(seed: int, length: int) -> list[int]:
     return [rng.randrange(VOCAB) for _ in range(length)]
 
 
-def alone(model: Any, fingerprint: str, tokens: list[int], n: int) -> tuple[list[int], int]:
+def alone(
+    model: Any, fingerprint: str, tokens: list[int], n: int, rank: int = RANK
+) -> tuple[list[int], int]:
     """(greedy ids, boundaries that were learnt) of one owner with PEFT, one token at a time."""
-    config = LoraDeltaConfig(DecoderShape.from_hf(model.config))
+    config = LoraDeltaConfig(DecoderShape.from_hf(model.config), rank=rank)
     start = initial_adapter(config, fingerprint)
     owner = Owner(model, config.targets, config.rank, config.alpha, start)
     context, out, cache, updates = list(tokens), [], None, 0
@@ -98,6 +103,67 @@ def test_batched_owners_equal_peft_alone(served: Served, model: Any) -> None:
         again = served.generate(tokens, n=30)
         assert again["output_ids"] == answer["output_ids"]
         assert state(again)["state_id"] == state(answer)["state_id"]
+
+
+def test_owners_of_two_ranks_in_one_batch(served: Served, model: Any) -> None:
+    """Guards mixed service: owners of two ranks, and requests without state, run together, cross
+    boundaries in the same steps, and each gets what it gets alone.
+    """
+    asked = [None, SMALL, RANK, SMALL]
+    opened = [served.control("open", **({} if r is None else {"rank": r})) for r in asked]
+    assert len({answer["root"] for answer in opened}) == 2
+    assert opened[0]["root"] == opened[2]["root"] == served.info()["root"]
+    prompts = [prompt(20 + i, 3 * CHUNK + 2) for i in range(4)]
+    off, free = prompt(30, 12), {"ttt_mode": "off"}
+    runs = zip(prompts, opened, strict=True)
+    *answers, stateless = served.run(
+        *(served.agenerate(tokens, n=30, owner=each["owner"]) for tokens, each in runs),
+        served.agenerate(off, n=30, custom=free),
+    )
+    updates = 0
+    for tokens, each, rank, answer in zip(prompts, opened, asked, answers, strict=True):
+        ids, learnt = alone(model, each["fingerprint"], tokens, 30, rank or RANK)
+        assert answer["output_ids"] == ids, rank
+        report = state(answer)
+        assert (report["updates"], report["root"]) == (learnt, each["root"])
+        updates += learnt if rank == SMALL else 0
+    assert updates > 0, "the smaller rank must learn"
+    served.flush()
+    assert served.generate(off, n=30, custom=free)["output_ids"] == stateless["output_ids"]
+    for tokens, rank, answer in zip(prompts, asked, answers, strict=True):
+        owner = served.control("open", **({} if rank is None else {"rank": rank}))["owner"]
+        solo = served.generate(tokens, n=30, owner=owner)
+        assert solo["output_ids"] == answer["output_ids"]
+        assert state(solo)["state_id"] == state(answer)["state_id"]
+        served.control("close", owner=owner)
+    for each in opened:
+        served.control("close", owner=each["owner"])
+    with pytest.raises(InvalidStateRequest, match=r"serves no rank 5: it has \[8, 3\]"):
+        served.control("open", rank=5)
+
+
+def test_a_small_rank_is_saved_and_restored(served: Served) -> None:
+    """Guards the file of the second rank: its header, its shapes, and an owner of the other rank
+    that goes on with it.
+    """
+    owner = served.control("open", rank=SMALL)["owner"]
+    first = served.generate(prompt(6, 4 * CHUNK + 1), n=8, owner=owner)
+    clear = {"ttt_clear": "drop"}
+    root = state(served.generate([7], n=0, owner=owner, parent=rid(first), custom=clear))
+    served.control("save", owner=owner, name="small", root=root["next_root"], replace=True)
+    question = prompt(8, 5)
+    asked = {"ttt_root": root["next_root"]}
+    expected = served.generate(question, n=20, owner=owner, custom=asked)
+    served.control("close", owner=owner)
+    served.flush()
+    other = served.open()
+    restored = served.control("restore", owner=other, name="small")
+    again = served.generate(question, n=20, owner=other, custom={"ttt_root": restored["root"]})
+    assert again["output_ids"] == expected["output_ids"]
+    assert state(again)["state_id"] == state(expected)["state_id"]
+    served.control("close", owner=other)
+    served.flush()
+    assert served.info()["store"]["pages_live"] == 0
 
 
 def test_learning_changes_the_answer(served: Served, model: Any) -> None:

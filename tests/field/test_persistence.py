@@ -32,8 +32,9 @@ from sgl_rwttt.core.errors import (
 from sgl_rwttt.core.owners import OwnerState
 from sgl_rwttt.core.spans import ModeSpans
 from sgl_rwttt.core.versions import Version
+from sgl_rwttt.srt_ext.rules import only_form
 from sgl_rwttt.srt_ext.snapshot_folder import SnapshotFolder, check_folder
-from sgl_rwttt.srt_ext.snapshots import Snapshots, required_fields
+from sgl_rwttt.srt_ext.snapshots import Fit, Snapshots, required_fields
 from tests.backends.in_place_rig import Rig, some_tokens
 
 C = 4
@@ -49,10 +50,10 @@ class Server:
         dtype = str(self.rig.backend.dtype).removeprefix("torch.")
         self.snapshots = Snapshots(
             SnapshotFolder(str(folder), max_bytes, max_files),
-            required_fields(self.rig.config, dtype, "rig"),
-            self.rig.root,
+            [Fit(required_fields(self.rig.config, dtype, "rig"), self.rig.root, self.rig.backend)],
             self.rig.store,
             self.rig.backend,
+            only_form,
         )
 
     def written(self, tokens: list[int]) -> OwnerState:

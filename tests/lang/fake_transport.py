@@ -128,7 +128,7 @@ class FakeServer:
     def op_info(self) -> Json:
         return {"model_path": "toy", "boot_id": self.boot_id, "rule": "in_place"}
 
-    def op_open(self, timeout: float | None = None) -> Json:
+    def op_open(self, timeout: float | None = None, rank: int | None = None) -> Json:
         session = Session(secrets.token_hex(8), timeout=timeout)
         self.sessions[session.owner] = session
         session.roots[self.root] = 0

@@ -193,3 +193,18 @@ def test_default_system_prompt_comes_from_the_models_own_template() -> None:
     assert chat_template(None, "anywhere", toy_tokenizer()).name == "chatml"
     assert chat_template("llama-3-instruct", "x", toy_tokenizer()).name == "llama-3-instruct"
     assert chat_template(None, "Llama-3-8B-Instruct", object()).name == "llama-3-instruct"
+
+
+def test_a_rank_is_asked_for_when_the_owner_is_opened(
+    server: FakeServer, backend: StateBackend
+) -> None:
+    """Guards `run(rank=...)`: an argument that goes to the program, or nowhere."""
+
+    def program(s: State) -> None:
+        s += "x" + gen("a", max_tokens=2)
+
+    opened = []
+    for rank in (None, 4):
+        function(program).run(backend=backend, rank=rank)
+        opened.append([args for op, args in server.log if op == "open"][-1])
+    assert [args.get("rank", "none") for args in opened] == ["none", 4]

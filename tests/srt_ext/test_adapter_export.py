@@ -19,7 +19,7 @@ from sgl_rwttt.core.snapshots import Link
 from sgl_rwttt.core.store import TTTStateStore
 from sgl_rwttt.srt_ext.context_snapshots import open_snapshots
 from sgl_rwttt.srt_ext.options import TTTOptions
-from sgl_rwttt.srt_ext.snapshots import required_fields
+from sgl_rwttt.srt_ext.snapshots import Fit, required_fields
 
 CONFIG = LoraDeltaConfig(DecoderShape(2, 32, 4, 2, 8, 56), rank=4, alpha=8.0)
 
@@ -38,10 +38,8 @@ def saved(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     store.snapshots.restore("a", chain, lambda base, pages: backend.restore(tensors, base, pages))
     folder = tmp_path / "snapshots"
     folder.mkdir()
-    fits = required_fields(CONFIG, "float32", "model")
-    snapshots: Any = open_snapshots(
-        TTTOptions(snapshot_dir=str(folder)), fits, root, store, backend
-    )
+    fits = [Fit(required_fields(CONFIG, "float32", "model"), root, backend)]
+    snapshots: Any = open_snapshots(TTTOptions(snapshot_dir=str(folder)), fits, store, backend)
     snapshots.save("learnt", store.snapshots.at(b"5" * 16, "a"))
     snapshots.save("start", store.root("a", root))
     again, _ = snapshots.restore("learnt", "b")

@@ -30,9 +30,10 @@ from sgl_rwttt.core.spans import ModeSpans
 from sgl_rwttt.srt_ext.context_snapshots import ContextSnapshots, RestoredContext
 from sgl_rwttt.srt_ext.kv_rows import KVRows
 from sgl_rwttt.srt_ext.lineage import mode_keys, namespace
+from sgl_rwttt.srt_ext.rules import only_form
 from sgl_rwttt.srt_ext.runtime import TTTRuntime
 from sgl_rwttt.srt_ext.snapshot_folder import SnapshotFolder
-from sgl_rwttt.srt_ext.snapshots import required_fields
+from sgl_rwttt.srt_ext.snapshots import Fit, required_fields
 from tests.backends.in_place_rig import VOCAB, Rig, some_tokens
 
 C = 4
@@ -98,10 +99,16 @@ class Server:
         self.kv = KVRows(self.tree)
         self.snapshots = ContextSnapshots(
             SnapshotFolder(str(folder), max_bytes, 8),
-            required_fields(self.rig.config, "float32", "rig"),
-            self.rig.root,
+            [
+                Fit(
+                    required_fields(self.rig.config, "float32", "rig"),
+                    self.rig.root,
+                    self.rig.backend,
+                )
+            ],
             self.rig.store,
             self.rig.backend,
+            only_form,
         )
 
     def key_of(self, root: bytes, tokens: Any, modes: ModeSpans) -> RadixKey:

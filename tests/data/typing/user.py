@@ -122,7 +122,7 @@ def run(url: str) -> list[str]:
     state.release()
     checked: rw.State = plain("Why?", limit=3)
     fixed: rw.Program[...] = plain.bind(question="How?")
-    fixed.run(limit=3, state="name")
+    fixed.run(limit=3, state="name", rank=4)
     trace: rw.Trace = plain.trace(question="Why?", answers={"answer": "Because"})
     states: list[rw.State] = plain.run_batch([{"question": "Who?"}], progress_bar=True)
     mixed: list[rw.State | Exception] = plain.run_batch(["a", "b"], on_error="return")
