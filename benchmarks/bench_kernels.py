@@ -171,8 +171,8 @@ def render(report: dict[str, list[Case]]) -> str:
     return markdown_table(header, rows)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Measure, print the table, write JSON if asked."""
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The flags; SystemExit for wrong usage."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -180,8 +180,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--dtype", nargs="*", default=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="file for the raw measurements, JSON")
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
 
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, print the table, write JSON if asked."""
+    options = parse(arguments)
     facts = machine(options.threads)
     import torch
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,15 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from bench_serving import KV_SLACK, TIMEOUT_S, make_prompts
-from common import command_line, machine, run_worker, write_json
+from common import add_run_flags, command_line, machine, run, run_worker
 from costs import Costs, fitted_costs
-from modes_report import render, require_matplotlib, write_csv, write_plots
+from modes_report import plot as plot
+from modes_report import render
 from modes_worker import TraceJob, TraceRun
 from simulation import Simulation
 from traces import DEFAULT, TRACES, Size, Trace
 
 from sgl_rwttt.models.embedded import ensure
-from sgl_rwttt.srt_ext.launch import engine_defaults, local_config, physical_cores
+from sgl_rwttt.srt_ext.launch import MIN_KV_TOKENS, engine_defaults, local_config
 from sgl_rwttt.srt_ext.options import MODES
 
 WORKER = Path(__file__).resolve().with_name("modes_worker.py")
@@ -41,6 +41,7 @@ PARTS = ("traces", "modes", "commit", "wait", "costs")
 BUDGETS = (0, 1, 2, 4, 8, 16)
 FULL = {"streams": DEFAULT.streams, "prompt": DEFAULT.prompt, "decode": DEFAULT.decode}
 QUICK = {"streams": 4, "prompt": 16, "decode": 9}
+STATE_MB, QUICK_STATE_MB = 2048, 64
 FEWER = (1, 2, 4)  # streams of the uniform trace that tell a row from a forward pass
 
 
@@ -92,34 +93,53 @@ def job_for(
     longest = size.prompt + size.chunk
     prompts = make_prompts(model, size.streams, longest)
     room = size.streams * (longest + 2 * size.decode) + KV_SLACK
+    return TraceJob(
+        model=str(model),
+        options=engine_options(model, options.dtype, size.streams, room, setup.chunk),
+        state=state_options(setup, QUICK_STATE_MB if options.quick else STATE_MB),
+        runs=[run_of(trace, prompts) for trace in traces],
+        repeats=options.repeats,
+    )
+
+
+def engine_options(
+    model: Path, dtype: str, streams: int, room: int, chunk: int | None = None, **more: Any
+) -> dict[str, Any]:
+    """Keyword arguments of an engine for `streams` streams with `room` tokens of KV together.
+
+    `chunk` is used instead of the checkpoint's.
+    """
     engine = engine_defaults(
         model,
-        dtype=options.dtype,
+        dtype=dtype,
         skip_tokenizer_init=True,
-        max_total_tokens=max(4096, room),
-        max_running_requests=size.streams,
+        max_total_tokens=max(MIN_KV_TOKENS, room),
+        max_running_requests=streams,
+        **more,
     )
-    if setup.chunk is not None:
-        engine["json_model_override_args"] = json.dumps({"ttt_chunk": setup.chunk})
-    return TraceJob(
-        model=str(engine.pop("model_path")),
-        options=engine,
-        state={
-            "ttt_memory_mb": 64 if options.quick else 2048,
-            "ttt_mode": setup.mode,
-            "ttt_wait_budget": setup.wait_budget,
-            "ttt_commit": setup.commit,
-        },
-        runs=[
-            TraceRun(
-                trace.name,
-                [ids[: s.prompt] for ids, s in zip(prompts, trace.streams, strict=False)],
-                [s.decode for s in trace.streams],
-                [s.at for s in trace.streams],
-            )
-            for trace in traces
-        ],
-        repeats=options.repeats,
+    if chunk is not None:
+        engine["json_model_override_args"] = json.dumps({"ttt_chunk": chunk})
+    del engine["model_path"]
+    return engine
+
+
+def state_options(setup: Setup, memory_mb: int) -> dict[str, Any]:
+    """The `ttt_*` options of an engine."""
+    return {
+        "ttt_memory_mb": memory_mb,
+        "ttt_mode": setup.mode,
+        "ttt_wait_budget": setup.wait_budget,
+        "ttt_commit": setup.commit,
+    }
+
+
+def run_of(trace: Trace, prompts: Sequence[list[int]]) -> TraceRun:
+    """A trace with token ids: the beginnings of `prompts`, one for each stream or more."""
+    return TraceRun(
+        trace.name,
+        [ids[: s.prompt] for ids, s in zip(prompts, trace.streams, strict=False)],
+        [s.decode for s in trace.streams],
+        [s.at for s in trace.streams],
     )
 
 
@@ -137,9 +157,9 @@ def measure(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, 
         job = job_for(options, model, size, setup, names)
         env = {"OMP_NUM_THREADS": str(options.threads)}
         result = run_worker(WORKER, asdict(job), env, TIMEOUT_S)
-        for run in result["runs"]:
-            counts = simulated(trace_of(run["trace"], size, options.seed), setup)
-            runs.append({"setup": asdict(setup), "simulated": counts, **run})
+        for one in result["runs"]:
+            counts = simulated(trace_of(one["trace"], size, options.seed), setup)
+            runs.append({"setup": asdict(setup), "simulated": counts, **one})
     report = {
         "benchmark": "modes",
         "machine": facts,
@@ -167,10 +187,10 @@ def simulated(trace: Trace, setup: Setup) -> dict[str, int] | None:
 def compared(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The runs with `differing`: the streams with other tokens than in the trace's first run."""
     first: dict[str, list[list[int]]] = {}
-    for run in runs:
-        reference = first.setdefault(run["trace"], run["outputs"])
-        pairs = zip(reference, run["outputs"], strict=True)
-        run["differing"] = sum(mine != theirs for mine, theirs in pairs)
+    for one in runs:
+        reference = first.setdefault(one["trace"], one["outputs"])
+        pairs = zip(reference, one["outputs"], strict=True)
+        one["differing"] = sum(mine != theirs for mine, theirs in pairs)
     return runs
 
 
@@ -194,10 +214,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--wait-mode", choices=("rw", "phase"), default="rw", help="of part wait")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--model", default="embedded", help="`embedded` or a checkpoint folder")
-    threads = int(os.environ.get("OMP_NUM_THREADS") or physical_cores())
-    parser.add_argument("--threads", type=int, default=threads, help=f"default here: {threads}")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="tables, CSV, JSON, costs, plots")
-    parser.add_argument("--no-plots", action="store_true", help="no PNG files in --out")
+    add_run_flags(parser)
     parser.add_argument("--quick", action="store_true", help="toy size; the numbers mean nothing")
     options = parser.parse_args(arguments)
     for name, value in (QUICK if options.quick else FULL).items():
@@ -210,29 +227,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def write(report: dict[str, Any], folder: Path, plots: bool) -> None:
-    """All files of a run: modes.md, modes.csv, modes.json, costs.json and PNG files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "modes.md").write_text(render(report) + "\n", encoding="utf-8")
-    write_csv(report, folder / "modes.csv")
-    write_json(folder / "modes.json", report)
-    if "costs" in report:
-        write_json(folder / "costs.json", report["costs"])
-    if plots:
-        write_plots(report, folder)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, and store everything if asked to."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    options = parse(given)
-    plots = options.out is not None and not options.no_plots
-    if plots:
-        require_matplotlib()
-    report = measure(options, given)
-    print(render(report))
-    if options.out is not None:
-        write(report, options.out, plots)
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure, print, and store the raw numbers if asked to."""
+    return run(arguments, parse, measure, render)
 
 
 if __name__ == "__main__":

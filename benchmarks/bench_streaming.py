@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import time
@@ -20,7 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import command_line, machine, machine_line, markdown_table, write_json
+from common import add_run_flags, command_line, machine, machine_line, markdown_table, run
+from plots import new_figure, save
 
 MODEL = Path(__file__).resolve().parents[1] / "tests/data/golden/ttt_linear_full"
 SLOTS = {"page": "page", "version": "base"}  # our word -> the pool's
@@ -40,10 +42,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--generate", type=int, default=512, help="tokens generated at each depth")
     parser.add_argument("--memory-mb", type=int, default=16, help="--ttt-memory-mb")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    add_run_flags(parser)
     parser.add_argument("--quick", action="store_true", help="256 tokens")
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args(argv)
+    if not (args.model / "config.json").is_file():
+        parser.error(f"--model {args.model} is no checkpoint folder; the default is in a checkout")
     if args.quick:
         args.depths, args.generate = [64, 128], 128
     return args
@@ -54,6 +57,7 @@ def open_engine(args: argparse.Namespace) -> Any:
     from sgl_rwttt.srt_ext.launch import prepare_environment
     from sgl_rwttt.srt_ext.options import TTTOptions
 
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
     prepare_environment()
     TTTOptions(memory_mb=args.memory_mb).publish()
     import sglang
@@ -155,13 +159,28 @@ def render(report: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
-    """Measure and print."""
-    argv = sys.argv[1:]
-    args = parse(argv)
-    report = measure(args, argv)
-    print(render(report))
-    write_json(args.json, report)
+def plot(report: dict[str, Any], folder: Path) -> list[Path]:
+    """Milliseconds per token, and memory, against the context: `streaming-depth.png`."""
+    rows = report["rows"]
+    depths = [row["depth"] for row in rows]
+    figure = new_figure("One long stream of a TTT-Linear model", width=8.0)
+    times, memory = figure.subplots(1, 2)
+    for key, label in (("read_ms", "read"), ("generate_ms", "generated")):
+        times.plot(depths, [row[key] for row in rows], marker="o", label=label)
+    memory.plot(depths, [row["mb"] for row in rows], marker="o")
+    times.set_ylabel("ms per token")
+    times.legend()
+    memory.set_ylabel("scheduler process, MiB")
+    for axes in (times, memory):
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("tokens of the context")
+        axes.set_ylim(bottom=0)
+    return [save(figure, folder / "streaming-depth.png")]
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure, print, and store the raw numbers if asked to."""
+    return run(arguments, parse, measure, render)
 
 
 if __name__ == "__main__":

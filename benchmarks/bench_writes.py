@@ -23,6 +23,7 @@ from common import (
     run,
     run_worker,
 )
+from plots import line, new_figure, save
 
 from sgl_rwttt.models.embedded import ensure
 
@@ -54,6 +55,11 @@ def measure(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, 
     }
 
 
+def per_owner(runs: Sequence[dict[str, float]], owners: int) -> Spread:
+    """Milliseconds of a WRITE, per owner of the group."""
+    return Spread.of([1e3 * (run["write"] - run["plain"]) / owners for run in runs])
+
+
 def render(report: dict[str, Any]) -> str:
     """The report as Markdown."""
     rows, memory = [], []
@@ -61,7 +67,7 @@ def render(report: dict[str, Any]) -> str:
         pools = result["pools"]
         for group, runs in result["groups"].items():
             plain = Spread.of([1e3 * run["plain"] for run in runs])
-            each = Spread.of([1e3 * (run["write"] - run["plain"]) / int(group) for run in runs])
+            each = per_owner(runs, int(group))
             rows.append([name, str(pools["chunk"]), group, plain.text(), each.text()])
         kib = [f"{pools[key] / 1024:.0f}" for key in ("page_bytes", "base_bytes")]
         memory.append([name, str(pools["chunk"]), *kib, str(pools["fold_pages"] or "never")])
@@ -80,6 +86,23 @@ def render(report: dict[str, Any]) -> str:
     )
 
 
+def plot(report: dict[str, Any], folder: Path) -> list[Path]:
+    """What a WRITE costs per owner against the size of its group: `writes-group.png`."""
+    figure = new_figure("A WRITE by the size of its group", width=8.0)
+    results = report["results"]
+    every = figure.subplots(1, len(results), squeeze=False)[0]
+    for axes, (name, result) in zip(every, results.items(), strict=True):
+        groups = [int(group) for group in result["groups"]]
+        runs = result["groups"].values()
+        spreads = [per_owner(each, group) for each, group in zip(runs, groups, strict=True)]
+        line(axes, groups, spreads)
+        axes.axhline(0.0, color="black", linewidth=0.8)
+        axes.set_title(name)
+        axes.set_xlabel("owners of the group")
+        axes.set_ylabel("WRITE, ms per owner")
+    return [save(figure, folder / "writes-group.png")]
+
+
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The flags; SystemExit for wrong usage."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -92,9 +115,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print, and store the raw numbers if asked to."""
-    run(arguments, parse, measure, render)
+    return run(arguments, parse, measure, render)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,13 @@ class WorkerFailed(RuntimeError):
     """A worker process ended without a result; the message has the end of its log."""
 
 
+def last_words(log: str) -> str:
+    """What a failed worker's log says in one line: the last that names an error, or the last."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    named = [line for line in lines if "Refused" in line or "Error:" in line]
+    return (named or lines)[-1]
+
+
 @dataclass(frozen=True)
 class Spread:
     """Median of repeated measurements with the smallest and the largest; all in one unit."""
@@ -149,12 +156,19 @@ def run(
 
 
 def run_worker(
-    script: Path, job: dict[str, Any], env: dict[str, str], timeout_s: float
+    script: Path,
+    job: dict[str, Any],
+    env: dict[str, str],
+    timeout_s: float,
+    *,
+    python: str = sys.executable,
+    live: bool = False,
 ) -> dict[str, Any]:
     """Run `python script JOB.json RESULT.json` in a process group of its own; return the result.
 
     The group is killed afterwards, whatever happened, so that no engine process survives to take
-    part in the next measurement. Raises WorkerFailed when there is no result.
+    part in the next measurement. `live` lets the worker's stderr through instead of keeping it for
+    the message. Raises WorkerFailed when there is no result.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -162,9 +176,9 @@ def run_worker(
         asked.write_text(json.dumps(job), encoding="utf-8")
         with log.open("w") as out:
             process = subprocess.Popen(
-                [sys.executable, str(script), str(asked), str(answered)],
+                [python, str(script), str(asked), str(answered)],
                 stdout=out,
-                stderr=subprocess.STDOUT,
+                stderr=None if live else subprocess.STDOUT,
                 env={**fresh_environment(), **env},
                 start_new_session=True,
             )

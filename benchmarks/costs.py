@@ -26,10 +26,15 @@ class Costs:
 
     @classmethod
     def read(cls, path: Path) -> Costs:
-        """From a JSON object with the key `costs`; raises ValueError for another content."""
+        """From a report of bench_modes.py, or any JSON object with costs under the key `costs`.
+
+        Raises ValueError for another content.
+        """
         given = json.loads(path.read_text(encoding="utf-8"))
         names = {field.name for field in fields(cls)}
         costs = given.get("costs") if isinstance(given, dict) else None
+        if isinstance(costs, dict) and isinstance(costs.get("costs"), dict):
+            costs = costs["costs"]  # of a report, beside how far off they are
         if not isinstance(costs, dict) or set(costs) != names:
             raise ValueError(f"{path}: 'costs' must hold exactly {sorted(names)}")
         return cls(**{name: float(value) for name, value in costs.items()})

@@ -76,7 +76,7 @@ class Bench:
     def __init__(self, job: Job) -> None:
         from sgl_rwttt.srt_ext.options import TTTOptions
 
-        if job.ttt:
+        if job.state or job.ttt:
             TTTOptions.from_mapping(job.state).publish()
         import sglang
 
@@ -92,11 +92,14 @@ class Bench:
         start = time.perf_counter()
         return start, self.engine.loop.run_until_complete(together())
 
-    async def stream(self, ids: list[int], decode: int) -> Stream:
-        """Answer one prompt, greedily, with exactly `decode` tokens; RuntimeError for fewer."""
+    async def stream(self, ids: list[int], decode: int, **more: Any) -> Stream:
+        """Answer one prompt, greedily, with exactly `decode` tokens; RuntimeError for fewer.
+
+        `more` are further arguments of the engine's `async_generate`.
+        """
         sampling = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": decode}
         chunks = await self.engine.async_generate(
-            input_ids=ids, sampling_params=sampling, stream=True
+            input_ids=ids, sampling_params=sampling, stream=True, **more
         )
         arrivals: list[tuple[float, int]] = []
         last: dict[str, Any] = {}
@@ -121,11 +124,13 @@ class Bench:
         """What /ttt/info answers; empty for a stock engine."""
         if not self.job.ttt:
             return {}
+        return self.engine.loop.run_until_complete(self.verb("info", {}))
+
+    async def verb(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """A control verb of the state runtime."""
         from sgl_rwttt.srt_ext.control import control
 
-        verb = control(self.engine.tokenizer_manager, "info", {})
-        answer: dict[str, Any] = self.engine.loop.run_until_complete(verb)
-        return answer
+        return await control(self.engine.tokenizer_manager, name, arguments)
 
     def measure(self, mode: str) -> dict[str, Any]:
         """One run of all streams from empty caches; serial or as a batch."""
@@ -144,24 +149,28 @@ class Bench:
             **asdict(window),
             "prefill_seconds": prefill,
             "outputs": [stream.output for stream in streams],
-            "state": state_steps(before, self.info(), streams, len(prompts[0])),
+            "state": state_steps(before, self.info(), streams, list(map(len, prompts))),
         }
 
 
 def state_steps(
-    before: dict[str, Any], after: dict[str, Any], streams: Sequence[Stream], prompt: int
+    before: dict[str, Any],
+    after: dict[str, Any],
+    streams: Sequence[Stream],
+    prompts: Sequence[int],
 ) -> dict[str, int]:
     """What the state runtime did in one run; empty for a stock engine.
 
     `owner_steps` are (owner, forward) pairs, each one READ and one commit; `writes` are blocks
-    completed, each one BoundaryUpdate, `decode_writes` those after the prompt.
+    completed, each one BoundaryUpdate, `decode_writes` those after the prompts, which have the
+    lengths `prompts`.
     """
     if not after:
         return {}
     versions = [int((stream.state or {})["version"]) for stream in streams]
     names = ("commits", "folds", "adoptions", "copies", "drops", "evictions")
     delta = {name: after["store"][name] - before["store"][name] for name in names}
-    in_prompt = len(streams) * (prompt // int(after["chunk"]))
+    in_prompt = sum(prompt // int(after["chunk"]) for prompt in prompts)
     return {
         "owner_steps": delta.pop("commits"),
         "writes": sum(versions),

@@ -1,14 +1,13 @@
-"""Tables, CSV and plots of bench_modes.py."""
+"""Tables and plots of bench_modes.py."""
 
 from __future__ import annotations
 
-import csv
-import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from common import Spread, machine_line, markdown_table
+from plots import line, new_figure, save
 from traces import Timing
 
 Runs = list[dict[str, Any]]
@@ -145,46 +144,17 @@ def render(report: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def write_csv(report: dict[str, Any], path: Path) -> None:
-    """One line per run, every number of it."""
-    lines = [
-        {
-            **run["setup"],
-            "trace": run["trace"],
-            **run["timing"],
-            "decode_rate": timing_of(run).decode_rate,
-            "rate": timing_of(run).rate,
-            **{name: run["planner"][name] for name in ("rounds", "forwards", "held", "max_wait")},
-            "violation": int(violation(run)),
-            "failed_writes": run["failed_writes"],
-            "differing": run["differing"],
-        }
-        for run in report["runs"]
-    ]
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(lines[0]))
-        writer.writeheader()
-        writer.writerows(lines)
-
-
-def require_matplotlib() -> None:
-    """Raise SystemExit, before anything is measured, when plots cannot be drawn."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise SystemExit("plots need matplotlib: pip install matplotlib, or give --no-plots")
-
-
-def write_plots(report: dict[str, Any], folder: Path) -> None:
-    """One PNG per measured part."""
-    from matplotlib.figure import Figure
-
+def plot(report: dict[str, Any], folder: Path) -> list[Path]:
+    """One PNG per measured part: `modes-PART.png`."""
+    drawn = []
     for part in report["parts"]:
         if part not in TITLES:
             continue
         rows = [row for row in rows_of(report, part) if row[1] and row[2]]
-        figure = Figure(figsize=(9.0, 4.0), layout="constrained")
-        figure.suptitle(TITLES[part])
+        figure = new_figure(TITLES[part], width=9.0)
         (_plot_wait if part == "wait" else _plot_shares)(figure, rows)
-        figure.savefig(folder / f"{part}.png", dpi=120)
+        drawn.append(save(figure, folder / f"modes-{part}.png"))
+    return drawn
 
 
 def _plot_shares(figure: Any, rows: Sequence[tuple[str, Runs, Runs]]) -> None:
@@ -209,9 +179,7 @@ def _plot_wait(figure: Any, rows: Sequence[tuple[str, Runs, Runs]]) -> None:
         ],
     }
     for axes, (title, spreads) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
-        low = [s.median - s.low for s in spreads]
-        high = [s.high - s.median for s in spreads]
-        axes.errorbar(budgets, [s.median for s in spreads], [low, high], marker="o", capsize=3)
+        line(axes, budgets, spreads)
         axes.set_title(title)
         axes.set_xlabel("wait budget, decode steps")
         axes.set_ylim(bottom=0)

@@ -2,8 +2,8 @@
 
 Every round asks `sgl_rwttt.core.BatchPlanner` which streams run; only time is modelled. A forward
 pass of r rows costs forward + r * row, a WRITE group of k owners group + k * write, a prefill
-forward + tokens * prefill_token, all in seconds. `bench_modes.py --out DIR` measures these costs on
-the engine (DIR/costs.json). Attention that grows with the context is not in the model.
+forward + tokens * prefill_token, all in seconds. `bench_modes.py --out FILE.json` measures these
+costs on the engine. Attention that grows with the context is not in the model.
 
 The last table repeats the wait-budget sweep on the phase-skew trace with five seeds. A violation is
 a wait outside [0, wait budget] by the simulation's own count, a READ beside a WRITE or an owner
@@ -219,7 +219,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for field, value in asdict(DEFAULT).items():
         parser.add_argument(f"--{field}", type=int, default=value, help=f"default {value}")
-    parser.add_argument("--costs", type=Path, metavar="COSTS.json", help="measured costs")
+    parser.add_argument(
+        "--costs", type=Path, metavar="FILE.json", help="costs that bench_modes.py found"
+    )
     parser.add_argument("--group-cost", type=float, metavar="S", help="of a WRITE group, instead")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write all outcomes")
     options = parser.parse_args(arguments)

@@ -167,6 +167,25 @@ def timing(submitted: Sequence[float], answers: Sequence[Answer]) -> Timing:
     )
 
 
+def in_turn(timings: Sequence[Timing]) -> Timing:
+    """Runs one after the other as one: windows and prefills are added up."""
+    return Timing(
+        sum(t.tokens for t in timings),
+        sum(t.seconds for t in timings),
+        sum(t.decode_tokens for t in timings),
+        sum(t.decode_seconds for t in timings),
+        sum(t.prefill for t in timings),
+        p95([t.first_p95 for t in timings]),
+        p95([t.completion_p95 for t in timings]),
+    )
+
+
+def most_at_once(answers: Sequence[Answer]) -> int:
+    """The largest number of streams between their first and their last token."""
+    spans = [(answer.arrivals[0][0], answer.arrivals[-1][0]) for answer in answers]
+    return max(sum(first <= start <= last for first, last in spans) for start, _ in spans)
+
+
 def first_waits(submitted: Sequence[float], answers: Sequence[Answer]) -> list[float]:
     """Seconds from each stream's decode readiness to its first decoded token, which is its second.
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from sgl_rwttt import __version__
 
-from . import adapter, convert, embedded, env, inspect, run, serve
+from . import adapter, bench, convert, embedded, env, inspect, run, serve
 from .errors import FAILED, INTERRUPTED, USAGE, CommandFailed, UsageError
 
 DESCRIPTION = """\
@@ -20,6 +20,7 @@ batches, forks and rolls back together with its KV cache.
   sgl-rwttt convert ./Qwen3-0.6B ./out     make such a checkpoint, without training
   sgl-rwttt run prog.py:ask --arg q=Hi     run a program, in process or with --url on a server
   sgl-rwttt inspect http://127.0.0.1:30000 what a server holds; or a snapshot file
+  sgl-rwttt bench list                     the benchmarks
 """
 
 EPILOG = """\
@@ -37,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sgl-rwttt {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (serve, run, inspect, convert, adapter, embedded, env):
+    for module in (serve, run, inspect, convert, adapter, bench, embedded, env):
         module.add_parser(commands)
     return parser
 

@@ -34,7 +34,7 @@ class DecodeRounds:
         self.runtime = runtime
         self.mode = options.mode
         self.planner = BatchPlanner(target, options.wait_budget)
-        self.counters = {"rounds": 0, "forwards": 0, "held": 0, "max_wait": 0}
+        self.counters = {"rounds": 0, "forwards": 0, "rows": 0, "held": 0, "max_wait": 0}
         self._due: deque[set[str]] = deque()  # request ids of the round's groups still to run
 
     def report(self) -> dict[str, Any]:
@@ -51,7 +51,13 @@ class DecodeRounds:
 
         ``whole``: the batch cannot be divided (penalties share one object), so nobody waits.
         """
+        keep = self._rows(reqs, whole)
         self.counters["forwards"] += 1
+        self.counters["rows"] += len(reqs if keep is None else keep)
+        return keep
+
+    def _rows(self, reqs: list[Any], whole: bool) -> list[int] | None:
+        """The next group's rows, of a new round if the last one's have all run."""
         if self.mode == "rw":
             issued = set().union(*self._issued(self._round(reqs, hold=not whole)))
             return _indices(reqs, issued)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -47,8 +48,8 @@ def test_worker() -> None:
     backend.shutdown()
 
 
-def test_report(adaptation: ModuleType) -> None:
-    """Guards: the mean of ratios for the ratio of means, a column of another kind."""
+def test_report(adaptation: ModuleType, tmp_path: Path) -> None:
+    """Guards: the mean of ratios for the ratio of means, a column of another kind, no plot."""
     runs = [
         {"before": 2.0, "after": 1.0, "updates": 6, "seconds": 2.0},
         {"before": 4.0, "after": 4.5, "updates": 4, "seconds": 4.0},
@@ -62,3 +63,5 @@ def test_report(adaptation: ModuleType) -> None:
     ((*row,),) = table_rows(adaptation.render(report))
     assert row[:3] == ["in_place", "code", "3.000 -> 2.750"]
     assert row[3:] == ["-0.2500 +- 0.7500", "-8.3 %", "1 of 2", "5.0", "3.0"]
+    (drawn,) = adaptation.plot(report, tmp_path)
+    assert drawn.name == "adaptation-changes.png" and drawn.stat().st_size > 1000

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import math
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -226,10 +224,10 @@ def made_up_report(modes: ModuleType) -> dict[str, Any]:
 
 
 def test_report_of_every_part(modes: ModuleType, tmp_path: Path) -> None:
-    """Guards: a missing row, a share of the wrong run, other tokens that nobody sees."""
+    """Guards: a missing row, a share of the wrong run, other tokens that nobody sees, a report
+    whose costs the simulation cannot read."""
     report = made_up_report(modes)
-    modes.write(report, tmp_path, plots=False)
-    rows = {row[0]: row for row in table_rows((tmp_path / "modes.md").read_text())}
+    rows = {row[0]: row for row in table_rows(modes.render(report))}
     assert list(rows) == [
         *("uniform", "bursty-update", "all-update", "poisson", "phase-skew", "heterogeneous"),
         *("rw, uniform", "rw, bursty-update", "phase, uniform", "phase, bursty-update"),
@@ -243,42 +241,54 @@ def test_report_of_every_part(modes: ModuleType, tmp_path: Path) -> None:
         "phase, uniform",
         "phase, bursty-update",
     ]
-    fitted = json.loads((tmp_path / "costs.json").read_text())
-    assert fitted["error"] < 0.01
-    assert load("costs").Costs.read(tmp_path / "costs.json").group == pytest.approx(0.001)
-    with (tmp_path / "modes.csv").open() as file:
-        lines = list(csv.DictReader(file))
-    assert len(lines) == len(report["runs"])
-    assert all(math.isfinite(float(line["rate"])) for line in lines)
+    assert report["costs"]["error"] < 0.01
+    (tmp_path / "modes.json").write_text(json.dumps(report))
+    assert load("costs").Costs.read(tmp_path / "modes.json").group == pytest.approx(0.001)
 
     report["runs"][-1]["planner"]["max_wait"] = 3
     rows = {row[0]: row for row in table_rows(modes.render(report))}
     assert rows["w = 2"][9:11] == ["3", "1"]
 
 
-def test_plots(modes: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plots(modes: ModuleType, tmp_path: Path) -> None:
     """Guards: a run of ten minutes that ends without its plots."""
-    report_module = load("modes_report")
-    with monkeypatch.context() as patch:
-        patch.setattr(report_module.importlib.util, "find_spec", lambda name: None)
-        with pytest.raises(SystemExit, match="matplotlib"):
-            modes.main(["--out", str(tmp_path)])
-    report_module.write_plots(made_up_report(modes), tmp_path)
-    assert sorted(file.stem for file in tmp_path.glob("*.png")) == sorted(report_module.TITLES)
+    drawn = modes.plot(made_up_report(modes), tmp_path)
+    parts = load("modes_report").TITLES
+    assert [file.name for file in drawn] == [f"modes-{part}.png" for part in parts]
+    assert all(file.stat().st_size > 1000 for file in drawn)
 
 
 @pytest.mark.engine
 def test_modes_at_toy_size(modes: ModuleType) -> None:
     """Guards: an engine without the options named, waits that it does not count, a simulation of
-    something else than the engine does."""
+    something else than the engine does, forks or sessions that say something else than requests
+    alone, counts or memory that are not there."""
     given = ["--quick", "--only", "wait", "--budgets", "2", "--threads", "1"]
-    given += ["--model", str(GOLDEN / "llama_embed_proj")]
-    report = modes.measure(modes.parse(given), given)
-    (run,) = report["runs"]
-    planner, lengths = run["planner"], [len(output) for output in run["outputs"]]
-    trace = modes.trace_of("phase-skew", modes.Size(**report["size"]), 0)
+    options = modes.parse(given)
+    size = modes.Size(4, 16, 9, CHUNK)
+    setup = modes.Setup(wait_budget=2)
+    model = GOLDEN / "llama_embed_proj"
+    job = modes.job_for(options, model, size, setup, ["phase-skew"])
+    prefix, length = job.runs[0].prompts[0][:15], 9
+    prompts = [[*prefix, ids[0]] for ids in job.runs[0].prompts]
+    plain = modes.TraceRun("in turn", prompts, [length] * 4, [0.0] * 4, in_turn=True)
+    forked = modes.replace(plain, trace="forks", in_turn=False, fork=len(prefix))
+    owners = modes.replace(plain, trace="sessions", in_turn=False, sessions=True)
+    job = modes.replace(job, runs=[*job.runs, plain, forked, owners])
+    result = modes.run_worker(modes.WORKER, asdict(job), {"OMP_NUM_THREADS": "1"}, 600.0)
+    skewed, *same = result["runs"]
+
+    planner, lengths = skewed["planner"], [len(output) for output in skewed["outputs"]]
+    trace = modes.trace_of("phase-skew", size, 0)
     assert lengths == [stream.decode for stream in trace.streams]
     assert planner["wait_budget"] == planner["max_wait"] == 2 and planner["held"] > 0
-    assert planner["forwards"] == run["simulated"]["forwards"]
-    assert run["timing"]["tokens"] == sum(lengths) and run["failed_writes"] == 0
-    assert [row[0] for row in table_rows(modes.render(report))] == ["w = 2"]
+    assert planner["forwards"] == modes.simulated(trace, setup)["forwards"]
+    assert planner["rows"] == sum(lengths) - len(lengths)
+    assert skewed["timing"]["tokens"] == sum(lengths) and skewed["failed_writes"] == 0
+
+    assert len({str(run["outputs"]) for run in same}) == 1
+    assert [run["at_once"] for run in same] == [1, 4, 4]
+    for run in same:
+        assert run["planner"]["rows"] == run["timing"]["decode_tokens"] == 4 * (length - 1)
+        assert run["state"]["decode_writes"] == 4 and run["retracted"] == 0  # at 24 tokens
+        assert run["peak_mib"] > 100

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,8 +51,8 @@ def test_the_step_with_the_write(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["4"] == [{"write": 41.0, "plain": 1.0}] * 2
 
 
-def test_reports() -> None:
-    """Guards: the cost of a group for that of an owner; a difference that is not one."""
+def test_reports(tmp_path: Path) -> None:
+    """Guards: the cost of a group for that of an owner; a difference that is not one; no plot."""
     writes, facts = load("bench_writes"), load("common").machine(1)
     pools = {"chunk": 32, "page_bytes": 2048, "base_bytes": 0, "fold_pages": 0}
     result = {"groups": {"4": [{"write": 0.041, "plain": 0.001}]}, "pools": pools}
@@ -64,6 +65,8 @@ def test_reports() -> None:
     row, memory = table_rows(writes.render(report))
     assert row == ["in_place", "32", "4", "1.0 (1.0..1.0)", "10.0 (10.0..10.0)"]
     assert memory == ["in_place", "32", "2", "0", "never"]
+    (drawn,) = writes.plot(report, tmp_path)
+    assert drawn.name == "writes-group.png" and drawn.stat().st_size > 1000
 
     adapters = load("check_adapters")
     sides = {

@@ -33,7 +33,7 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-COMMANDS = ("serve", "run", "inspect", "convert", "adapter", "embedded", "env")
+COMMANDS = ("serve", "run", "inspect", "convert", "adapter", "bench", "embedded", "env")
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)], ids=str)
