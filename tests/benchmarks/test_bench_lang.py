@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from sgl_rwttt.lang import Runtime, StateBackend
+from sgl_rwttt.lang import StateBackend
 from tests.benchmarks.scripts import load, table_rows
-from tests.engine.server import cli, serving
-from tests.golden import FOLDER as GOLDEN
 from tests.lang.fake_transport import FakeServer, FakeTransport
 
 
@@ -93,38 +91,3 @@ def test_report(lang: ModuleType) -> None:
     (stock,) = [row for name, row in rows.items() if "stock" in name]
     assert [cell.split()[0] for cell in stock[2:]] == ["1.00", "0.50"]
     assert rows["text and gen"][2].startswith("3.00")
-
-
-def char_checkpoint(folder: Path) -> Path:
-    """The golden checkpoint of 128 tokens, with a tokenizer of one token per character."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    for file in (GOLDEN / "llama_embed_proj").iterdir():
-        (folder / file.name).symlink_to(file)
-    names = ["<unk>", "<s>", "</s>", "\n", *map(chr, range(32, 127))]
-    names += [f"<{i}>" for i in range(len(names), 128)]
-    words = Tokenizer(models.WordLevel({n: i for i, n in enumerate(names)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    words.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
-        tokenizer_object=words, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.engine
-def test_siblings_at_toy_size(worker: ModuleType, tmp_path: Path) -> None:
-    """Guards: a server that does not start, a stock program that generates something else.
-
-    All three on one of our servers: the stock interpreter speaks to any SGLang server.
-    """
-    folder = char_checkpoint(tmp_path)
-    command = cli("serve", str(folder), "--max-total-tokens", "2048", "--ttt-memory-mb", "16")
-    with serving(command, tmp_path / "log") as server:
-        backend = Runtime(server.url, tokenizer_path=str(folder))
-        runs = [worker.siblings(backend, "The state is", branches=3, decode=4)]
-        runs.append(worker.independent(backend, "The state is", branches=3, decode=4))
-        runs.append(worker.stock_siblings(server.url, "The state is", branches=3, decode=4))
-    assert [run["tokens"] for run in runs] == [12.0] * 3
-    assert all(run["seconds"] > 0 for run in runs)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sgl_rwttt.srt_ext.launch import prepare_environment
+from tests.engine.preloaded import forking
 from tests.engine.server import free_port
 
 LOGPROB_TOLERANCE = 1e-4  # absolute
@@ -29,22 +30,24 @@ class Served:
         TTTOptions.from_mapping({"ttt_memory_mb": 64, **state}).publish()
         import sglang
 
-        self.engine = sglang.Engine(
-            **{
-                "model_path": str(model_path),
-                "skip_tokenizer_init": True,
-                "device": "cpu",
-                "dtype": "float32",
-                "max_total_tokens": 4096,
-                "max_running_requests": 16,
-                "sleep_on_idle": True,
-                "port": free_port(),  # internal ports follow from it; tests run side by side
-                **options,
-            }
-        )
+        with forking():
+            self.engine = sglang.Engine(
+                **{
+                    "model_path": str(model_path),
+                    "skip_tokenizer_init": True,
+                    "device": "cpu",
+                    "dtype": "float32",
+                    "max_total_tokens": 4096,
+                    "max_running_requests": 16,
+                    "sleep_on_idle": True,
+                    "port": free_port(),  # internal ports follow from it; tests run side by side
+                    **options,
+                }
+            )
 
     def close(self) -> None:
-        self.engine.shutdown()
+        with forking():
+            self.engine.shutdown()
 
     def run(self, *coroutines: Any) -> list[Any]:
         """Run coroutines together; their results in order."""

@@ -15,6 +15,7 @@ import sgl_rwttt as rw
 from examples import adapt_and_fork as demo
 from sgl_rwttt import assistant, gen, select, user
 from sgl_rwttt.lang import siblings
+from tests.engine.preloaded import forking
 from tests.engine.server import Server, cli, free_port, serving
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -28,14 +29,16 @@ def snapshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(snapshots: Path) -> Iterator[rw.Engine]:
-    backend = rw.Engine(
-        max_total_tokens=8192,
-        ttt_memory_mb=512,
-        ttt_snapshot_dir=str(snapshots),
-        port=free_port(),
-    )
+    with forking():
+        backend = rw.Engine(
+            max_total_tokens=8192,
+            ttt_memory_mb=512,
+            ttt_snapshot_dir=str(snapshots),
+            port=free_port(),
+        )
     yield backend
-    backend.shutdown()
+    with forking():
+        backend.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from examples import (
 )
 from sgl_rwttt.lang.checkpoint import Mark
 from sgl_rwttt.lang.executor import StateExecutor
+from tests.engine.preloaded import forking
 from tests.engine.server import free_port
 from tests.lang.fake_transport import FakeServer, FakeTransport
 
@@ -32,16 +33,18 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rw.Engine]:
-    backend = rw.Engine(
-        max_total_tokens=8192,
-        ttt_memory_mb=512,
-        ttt_snapshot_dir=str(tmp_path_factory.mktemp("snapshots")),
-        port=free_port(),
-    )
+    with forking():
+        backend = rw.Engine(
+            max_total_tokens=8192,
+            ttt_memory_mb=512,
+            ttt_snapshot_dir=str(tmp_path_factory.mktemp("snapshots")),
+            port=free_port(),
+        )
     rw.set_default_backend(backend)
     yield backend
     rw.set_default_backend(None)
-    backend.shutdown()
+    with forking():
+        backend.shutdown()
 
 
 class Books:

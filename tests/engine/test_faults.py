@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 
-from sgl_rwttt.core.errors import ServerGone, StateError
+from sgl_rwttt.core.errors import StateError
 from sgl_rwttt.core.faults import ENV_FAULTS
-from sgl_rwttt.lang.http import HttpTransport
-from tests.engine.served import LOGPROBS, Served, output_logprobs, request, rid, state
-from tests.engine.server import cli, serving
+from tests.engine.served import LOGPROBS, Served, output_logprobs, rid, state
 from tests.golden import golden_case
 
 pytestmark = pytest.mark.engine
@@ -200,22 +195,3 @@ def test_rolling_back_past_what_is_retained(served: Served, counted: Any) -> Non
     assert lost["output_ids"] == kept["output_ids"]
     assert state(lost)["state_id"] == state(kept)["state_id"]
     served.control("close", owner=owner)
-
-
-def test_the_scheduler_is_killed(tmp_path: Path) -> None:
-    """Guards: clients that wait for ever for a process that is gone."""
-    command = cli("serve", str(CASE.path), "--skip-tokenizer-init", "--sleep-on-idle")
-    with serving(command, tmp_path / "log", {ENV_FAULTS: "1"}) as server:
-        assert server.post("/ttt/fault", {"point": "nowhere"}).status_code == 400
-        order = {"point": "mid_tail", "action": "kill", "skip": 2}
-        assert server.post("/ttt/fault", order).status_code == 200
-        client = HttpTransport(server.url)
-        started = time.monotonic()
-        with pytest.raises(ServerGone):
-            client.generate(request(PROMPT, n=50))
-        with pytest.raises(ServerGone):
-            client.info()
-        assert time.monotonic() - started < 60
-        server.process.wait(timeout=60)
-        with pytest.raises(requests.RequestException):
-            server.get("/health")

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import sgl_rwttt as rw
 from examples import best_of_n, chat
 from tests.backends.lora_oracle import tiny_model
+from tests.engine.preloaded import forking
 from tests.engine.server import free_port
 from tests.golden_streaming import streaming_case
 from tests.lang.toy_tokenizer import toy_tokenizer
@@ -53,12 +54,14 @@ def engine(
     folder = make(tmp_path_factory.mktemp("model") / "toy")
     toy_tokenizer().save_pretrained(folder)
     options: dict[str, Any] = {"max_total_tokens": 8192, "ttt_memory_mb": 64, "port": free_port()}
-    backend = rw.Engine(str(folder), **options, **(LORA if is_lora else {}))
+    with forking():
+        backend = rw.Engine(str(folder), **options, **(LORA if is_lora else {}))
     assert backend.transport.info()["rule"] == request.param
     rw.set_default_backend(backend)
     yield backend
     rw.set_default_backend(None)
-    backend.shutdown()
+    with forking():
+        backend.shutdown()
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ import requests
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from sgl_rwttt.core.errors import ServerGone
+from sgl_rwttt.core.faults import ENV_FAULTS
+from sgl_rwttt.lang.http import HttpTransport
 from sgl_rwttt.srt_ext.launch import cpu_environment
 from tests.engine.served import request
 from tests.engine.server import Server, cli, serving
@@ -235,17 +239,44 @@ def test_the_command_runs_programs_on_a_server(server: Server, tmp_path: Path) -
     assert str(CASE.path) in owners.stdout
 
 
-def test_plain_launch_server(tmp_path: Path) -> None:
-    """Guards: a checkpoint that only our own command can serve. Two variables are enough here."""
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """SGLang's own command, which may be made to fail."""
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(CASE.path)]
     command += ["--device", "cpu", "--skip-tokenizer-init", "--ttt-memory-mb", "8"]
     command += ["--max-total-tokens", "4096"]
-    with serving(command, tmp_path / "log", cpu_environment()) as plain:
-        answer = plain.post("/generate", request(CASE.prompt_ids, n=8)).json()
-        assert answer["output_ids"] == CASE.generated_ids[:8]
-        assert answer["meta_info"]["state"]["version"] > 0
-        pools = plain.get("/ttt/info").json()["pools"]
-        assert pools["pages"] * pools["page_bytes"] <= 8 << 20
+    env = {**cpu_environment(), ENV_FAULTS: "1"}
+    with serving(command, tmp_path_factory.mktemp("plain") / "log", env) as running:
+        yield running
+
+
+def test_plain_launch_server(plain: Server) -> None:
+    """Guards: a checkpoint that only our own command can serve. Two variables are enough here."""
+    answer = plain.post("/generate", request(CASE.prompt_ids, n=8)).json()
+    assert answer["output_ids"] == CASE.generated_ids[:8]
+    assert answer["meta_info"]["state"]["version"] > 0
+    pools = plain.get("/ttt/info").json()["pools"]
+    assert pools["pages"] * pools["page_bytes"] <= 8 << 20
+
+
+def test_the_scheduler_is_killed(plain: Server) -> None:
+    """Guards: clients that wait for ever for a process that is gone. The last test of the server.
+
+    `sgl-rwttt serve` becomes this command.
+    """
+    assert plain.post("/ttt/fault", {"point": "nowhere"}).status_code == 400
+    order = {"point": "mid_tail", "action": "kill", "skip": 2}
+    assert plain.post("/ttt/fault", order).status_code == 200
+    client = HttpTransport(plain.url)
+    started = time.monotonic()
+    with pytest.raises(ServerGone):
+        client.generate(request(CASE.prompt_ids, n=50))
+    with pytest.raises(ServerGone):
+        client.info()
+    assert time.monotonic() - started < 60
+    plain.process.wait(timeout=60)
+    with pytest.raises(requests.RequestException):
+        plain.get("/health")
 
 
 @pytest.mark.parametrize(

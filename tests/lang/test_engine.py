@@ -24,6 +24,7 @@ import sgl_rwttt as rw
 from sgl_rwttt import ServerGone, assistant, function, gen, gen_int, select, user
 from sgl_rwttt.lang.state import State
 from sgl_rwttt.srt_ext.launch import fresh_environment
+from tests.benchmarks.scripts import load
 from tests.engine.server import free_port
 
 from .conftest import check_text
@@ -460,6 +461,19 @@ def test_http_stream(runtime: rw.Runtime) -> None:
 
     s = program.run(backend=runtime, stream=True, temperature=0)
     assert "".join(s.text_iter("a")) == program.run(backend=runtime, temperature=0)["a"]
+
+
+def test_the_benchmarks_siblings(server: Server, runtime: rw.Runtime) -> None:
+    """A benchmark that no longer runs, a stock program that generates something else.
+
+    All three on our server: the stock interpreter speaks to any SGLang server.
+    """
+    worker, size = load("lang_worker"), {"branches": 3, "decode": 4}
+    runs = [worker.siblings(runtime, "The state is", **size)]
+    runs.append(worker.independent(runtime, "The state is", **size))
+    runs.append(worker.stock_siblings(server.url, "The state is", **size))
+    assert [run["tokens"] for run in runs] == [12.0] * 3
+    assert all(run["seconds"] > 0 for run in runs)
 
 
 def test_killed_server(server: Server, runtime: rw.Runtime) -> None:
