@@ -98,7 +98,9 @@ class ContextSnapshots(Snapshots):
         )
         blank = snapshot_file.blank_header(self._fits, point.head, layout, context)
         more = rest | rows
-        self.folder.create(name, lambda file: snapshot_file.write(file, blank, version, more))
+        self.folder.create(
+            name, lambda file: snapshot_file.write(file, blank, version, more), replace=replace
+        )
         return size
 
     def _context_tensors(
