@@ -81,6 +81,8 @@ def server_text(found: dict[str, Any]) -> str:
     """Identity, pools, owners and snapshots of a server."""
     info = found["info"]
     parts = [_identity(info), _pools(info), _owners(found["owners"])]
+    if "ranks" in info:
+        parts.insert(2, _ranks(info["ranks"]))
     if found["snapshots"] is not None:
         parts.append(_snapshots(found["snapshots"]["snapshots"]))
     return "\n\n".join(parts)
@@ -113,14 +115,26 @@ def _pools(info: dict[str, Any]) -> str:
     return table(("pool", "live", "free", "total", "each", "in use"), rows)
 
 
+def _ranks(found: list[dict[str, Any]]) -> str:
+    """What each data-parallel rank holds."""
+    head = ("rank", "owners", "running", "pages", "free", "bases", "free")
+    slots = ("pages_live", "pages_free", "bases_live", "bases_free")
+    rows = [
+        [each["rank"], each["sessions"], each["running"], *(each["store"][key] for key in slots)]
+        for each in found
+    ]
+    return table(head, rows)
+
+
 def _owners(found: dict[str, Any]) -> str:
     if not found["owners"]:
         return "no owners"
     head = ("owner", "branches", "running", "roots", "pins", "bytes", "idle s")
     keys = ("name", "nodes", "running", "root_count", "pin_count", "referenced_bytes", "idle_s")
-    rows = [[owner[key] for key in keys] for owner in found["owners"]]
+    rank = ("rank",) if "rank" in found["owners"][0] else ()
+    rows = [[owner[key] for key in (*keys, *rank)] for owner in found["owners"]]
     more = f"\n... of {found['count']} owners" if found["truncated"] else ""
-    return table(head, rows) + more
+    return table((*head, *rank), rows) + more
 
 
 def _snapshots(found: list[dict[str, Any]]) -> str:

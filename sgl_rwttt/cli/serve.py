@@ -8,7 +8,7 @@ import shlex
 import sys
 
 from sgl_rwttt.models.embedded import ensure
-from sgl_rwttt.srt_ext.launch import cli_args, prepare_environment
+from sgl_rwttt.srt_ext.launch import cli_args, data_parallel_ranks, prepare_environment
 
 from .parsers import Commands
 
@@ -49,7 +49,7 @@ def add_parser(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Replace this process by the server; returns only when the model cannot be made."""
     model = os.fspath(ensure()) if arguments.model == "embedded" else arguments.model
-    prepare_environment()
+    prepare_environment(ranks=data_parallel_ranks(arguments.flags))
     command = [sys.executable, "-m", "sglang.launch_server", *cli_args(model, arguments.flags)]
     print(f"+ {shlex.join(command)}", file=sys.stderr, flush=True)
     os.execve(command[0], command, dict(os.environ))

@@ -64,7 +64,7 @@ class EngineTransport:
     async def _start(self, model_path: str, server_args: dict[str, Any]) -> Any:
         from sgl_rwttt.srt_ext.launch import engine_defaults, prepare_environment
 
-        prepare_environment()
+        prepare_environment(ranks=server_args.get("dp_size") or 1)
         _publish_options(server_args)
         import psutil
         from sglang.srt.entrypoints.engine import Engine as SGLangEngine

@@ -100,7 +100,9 @@ class ContextSnapshots(Snapshots):
         )
         blank = snapshot_file.blank_header(fit.fields, point.head, layout, context)
         more = rest | rows
-        self.folder.create(name, lambda file: snapshot_file.write(file, blank, version, more))
+        self.folder.create(
+            name, lambda file: snapshot_file.write(file, blank, version, more), replace=replace
+        )
         return size
 
     def _context_tensors(

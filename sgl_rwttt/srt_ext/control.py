@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 from typing import Any
 
 from sgl_rwttt.core import faults
-from sgl_rwttt.core.errors import InvalidStateRequest, StateError
+from sgl_rwttt.core.errors import InvalidStateRequest
 
 from .arguments import pack, shown
+from .limits import MAX_NAMES
+from .links import RankLinks
 from .options import TTTOptions
+from .rank_answers import MERGED
+from .ranks import rank_of
 
 OPERATIONS = (
     "open",
@@ -36,23 +40,42 @@ def operations() -> tuple[str, ...]:
 
 
 async def control(tokenizer_manager: Any, op: str, args: dict[str, Any]) -> dict[str, Any]:
-    """Run control verb ``op`` in the scheduler.
+    """Run control verb ``op`` in the scheduler of its owner's rank, or of every rank.
 
     Raises InvalidStateRequest for an unknown verb and whatever StateError the scheduler answers.
     """
-    from .io import TTTControlReqInput
-
     if op not in operations():
         raise InvalidStateRequest(f"unknown verb {shown(op)}; known: {', '.join(operations())}")
     packed = pack(args)
     tokenizer_manager.auto_create_handle_loop()
-    replies = await tokenizer_manager.ttt_control_communicator(
-        TTTControlReqInput(op=op, args=packed)
+    links: RankLinks = tokenizer_manager.ttt_links
+    if op == "open":
+        return await links.open(packed)
+    if links.ranks > 1 and op in MERGED:
+        return MERGED[op](await links.ask_all(op, packed))
+    if op == "renew":
+        return await _renew(links, args)
+    if op == "fault" and "owner" not in args:
+        return (await links.ask_all(op, packed))[0]
+    return await links.ask(rank_of(args.get("owner"), links.ranks), op, packed)
+
+
+async def _renew(links: RankLinks, args: dict[str, Any]) -> dict[str, Any]:
+    """One renewal of owners on several ranks."""
+    named = args.get("owners")
+    if not isinstance(named, list) or len(named) > MAX_NAMES:
+        return await links.ask(0, "renew", pack(args))  # which says what is wrong
+    parts: dict[int, list[Any]] = {}
+    for owner in named:
+        parts.setdefault(rank_of(owner, links.ranks), []).append(owner)
+    answers = await asyncio.gather(
+        *(
+            links.ask(rank, "renew", pack({**args, "owners": part}))
+            for rank, part in (parts or {0: []}).items()
+        )
     )
-    payload: dict[str, Any] = json.loads(replies[0].payload)
-    if not replies[0].ok:
-        raise StateError.from_wire(payload)
-    return payload
+    unknown = {owner for answer in answers for owner in answer["unknown"]}
+    return {**answers[0], "unknown": [owner for owner in named if owner in unknown]}
 
 
 def serves_ttt(tokenizer_manager: Any) -> bool:

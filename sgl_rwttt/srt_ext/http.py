@@ -31,7 +31,7 @@ def include_routes() -> None:
 
     async def answer(op: str, args: dict[str, Any]) -> JSONResponse:
         manager = http_server.get_global_state().tokenizer_manager
-        if not hasattr(manager, "ttt_control_communicator") or not serves_ttt(manager):
+        if not hasattr(manager, "ttt_links") or not serves_ttt(manager):
             return refuse(
                 InvalidStateRequest(
                     "this server's checkpoint has no ttt_mode, and no --ttt-backend"

@@ -1,4 +1,7 @@
-"""The control message from the HTTP or engine process to the scheduler: one verb, JSON args."""
+"""The control message from the HTTP or engine process to one scheduler: one verb, JSON args.
+
+An answer carries the ``rid`` of its message.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,11 @@ from sglang.srt.managers import io_struct
 
 
 class TTTControlReqInput(io_struct.BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
-    """A control verb (open, close, drop, unpin, state, info) for every scheduler."""
+    """A control verb (open, close, drop, unpin, state, info) for the scheduler of one rank."""
 
     op: str
     args: str  # JSON object
+    rank: int = 0
 
 
 class TTTControlReqOutput(io_struct.BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
@@ -17,6 +21,7 @@ class TTTControlReqOutput(io_struct.BaseReq, kw_only=True):  # type: ignore[misc
 
     ok: bool
     payload: str  # JSON object
+    owners: int = 0  # open at this rank, after the verb
 
 
 def register_types() -> None:

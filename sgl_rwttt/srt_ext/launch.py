@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from .attention import CPU_ATTENTION
-from .options import ENV_ACTIVE, ENV_MODELS, ENV_OPTIONS
+from .options import ENV_ACTIVE, ENV_BOOT, ENV_MODELS, ENV_OPTIONS
+from .ranks import ENV_BIND, is_bound
 from .refusals import RADIX_BACKEND
 
 CPU_KV_BYTES = 1 << 30  # KV pool of a CPU engine, unless max_total_tokens says otherwise
@@ -80,14 +81,15 @@ def cpu_environment(python_path: str = "") -> dict[str, str]:
     return variables
 
 
-def prepare_environment(environ: MutableMapping[str, str] | None = None) -> None:
+def prepare_environment(environ: MutableMapping[str, str] | None = None, ranks: int = 1) -> None:
     """Make SGLang importable and reasonably fast here; idempotent, call it before importing either.
 
     Modifies ``os.environ`` (or the given mapping) and ``sys.path``. Without a CUDA device it sets
     SGLANG_USE_CPU_ENGINE=1 and, unless ``sgl_kernel`` is a CPU build, puts the stand-in's folder in
     front of PYTHONPATH, so that spawned processes find it, and of ``sys.path``. OMP_NUM_THREADS and
     TOKENIZERS_PARALLELISM are set only where they are not: OpenMP's own default of one thread per
-    logical core makes two busy processes on one machine hundreds of times slower.
+    logical core makes two busy processes on one machine hundreds of times slower. The cores are
+    shared out among ``ranks`` data-parallel ranks.
     """
     env = os.environ if environ is None else environ
     variables = cpu_environment(env.get("PYTHONPATH", ""))
@@ -95,7 +97,7 @@ def prepare_environment(environ: MutableMapping[str, str] | None = None) -> None
     if "PYTHONPATH" in variables and str(STUB_FOLDER) not in sys.path:
         sys.path.insert(0, str(STUB_FOLDER))
     if "OMP_NUM_THREADS" not in env:
-        env["OMP_NUM_THREADS"] = str(physical_cores())
+        env["OMP_NUM_THREADS"] = str(max(1, physical_cores() // ranks))
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
@@ -105,7 +107,7 @@ def fresh_environment() -> dict[str, str]:
     For a process that starts another server: the state options and the active plugin of the
     first one are not meant for it.
     """
-    left = (ENV_ACTIVE, ENV_OPTIONS, ENV_MODELS)
+    left = {ENV_ACTIVE, ENV_BOOT, ENV_OPTIONS, ENV_MODELS} | ({ENV_BIND} if is_bound() else set())
     return {name: value for name, value in os.environ.items() if name not in left}
 
 
@@ -188,6 +190,12 @@ def _flag_value(extra: list[str], flag: str) -> str | None:
         if argument.startswith(flag + "="):
             return argument[len(flag) + 1 :]
     return None
+
+
+def data_parallel_ranks(extra: list[str]) -> int:
+    """The ranks that SGLang flags ask for; 1 where they say nothing that is a number."""
+    given = _flag_value(extra, "--dp-size") or _flag_value(extra, "--data-parallel-size") or ""
+    return max(1, int(given)) if given.isdecimal() else 1
 
 
 def cli_args(model_path: str | os.PathLike[str], extra: list[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """Prometheus metrics of the state runtime, at ``GET /metrics`` beside SGLang's own.
 
-They exist only with ``--enable-metrics``. Labels are bounded: the served model's name, and fixed
-words or names of error classes. No metric names an owner.
+They exist only with ``--enable-metrics``. Labels are bounded: the served model's name, with several
+data-parallel ranks the rank, and fixed words or names of error classes. No metric names an owner.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sgl_rwttt.core.effects import Effect
+
+from .ranks import own_rank
 
 if TYPE_CHECKING:
     from .runtime import TTTRuntime
@@ -80,20 +82,19 @@ class PrometheusMetrics(TTTMetrics):
 
     enabled = True
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, rank: int | None = None) -> None:
         # Imported late: prometheus_client decides on multi-process files when it is imported.
         from prometheus_client import Counter, Gauge, Histogram
 
-        labels = ("model_name",)
+        self._labels = {"model_name": model_name} | ({} if rank is None else {"dp_rank": str(rank)})
 
         def named(kind: Any, name: str, text: str, *more: str, **options: Any) -> Any:
-            metric = kind(PREFIX + name, text, (*labels, *more), **options)
-            return metric if more else metric.labels(model_name)
+            metric = kind(PREFIX + name, text, (*self._labels, *more), **options)
+            return metric if more else metric.labels(**self._labels)
 
         def gauge(name: str, text: str, *more: str) -> Any:
             return named(Gauge, name, text, *more, multiprocess_mode="mostrecent")
 
-        self._model_name = model_name
         texts = COUNTERS | _READ_COUNTERS
         self._counters = {name: named(Counter, name, text) for name, text in texts.items()}
         self._refused = named(Counter, "refused_requests", "Requests refused.", "error")
@@ -105,7 +106,9 @@ class PrometheusMetrics(TTTMetrics):
         sizes = named(
             Histogram, "group_owners", "Owners per operator group.", "effect", buckets=_SIZES
         )
-        self._sizes = {e: sizes.labels(model_name, e.value) for e in (Effect.READ, Effect.WRITE)}
+        self._sizes = {
+            e: sizes.labels(**self._labels, effect=e.value) for e in (Effect.READ, Effect.WRITE)
+        }
         text = "Decode steps between readiness and issue of a write."
         self._waits = named(Histogram, "write_wait_steps", text, buckets=_WAITS)
         self._seen: dict[str, int] = {}
@@ -120,7 +123,7 @@ class PrometheusMetrics(TTTMetrics):
         self._counters[name].inc(n)
 
     def refused(self, kind: str) -> None:
-        self._refused.labels(self._model_name, kind).inc()
+        self._refused.labels(**self._labels, error=kind).inc()
 
     def refresh(self, runtime: TTTRuntime, owners: int = 0) -> None:
         stats, pool = runtime.store.stats(), runtime.backend.report()
@@ -147,7 +150,7 @@ class PrometheusMetrics(TTTMetrics):
     def _set_slots(self, name: str, stats: dict[str, int], **used: int) -> None:
         total, free, live = (stats[f"{name}_{kind}"] for kind in ("total", "free", "live"))
         for kind, count in {**used, "free": free, "reserved": total - free - live}.items():
-            self._slots[name].labels(self._model_name, kind).set(count)
+            self._slots[name].labels(**self._labels, kind=kind).set(count)
 
     def _read_counters(self, stats: dict[str, int], counters: dict[str, int]) -> None:
         numbers = {**stats, **counters, "reused_tokens": counters["hit_tokens"]}
@@ -164,4 +167,5 @@ def make_metrics() -> TTTMetrics:
     published = get_context().is_config_namespace_published("observability")
     if not published or not get_observability().enable_metrics:
         return TTTMetrics()
-    return PrometheusMetrics(str(get_serving().served_model_name))
+    rank, ranks = own_rank()
+    return PrometheusMetrics(str(get_serving().served_model_name), rank if ranks > 1 else None)

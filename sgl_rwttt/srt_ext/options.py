@@ -14,6 +14,7 @@ from typing import Any
 
 ENV_OPTIONS = "RWTTT_OPTIONS"
 ENV_ACTIVE = "RWTTT_ACTIVE"
+ENV_BOOT = "RWTTT_BOOT_ID"  # of one launch, the same for all its ranks
 ENV_MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 
 

@@ -11,11 +11,20 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import secrets
 import sys
 from typing import Any
 
 from .attention import default_attention, is_asked_for, refuse_misuse, register_attention
-from .options import ENV_ACTIVE, ENV_MODELS, TTTOptions, add_arguments, publish_arguments
+from .options import (
+    ENV_ACTIVE,
+    ENV_BOOT,
+    ENV_MODELS,
+    TTTOptions,
+    add_arguments,
+    publish_arguments,
+)
+from .ranks import bind_cpus
 from .refusals import RADIX_BACKEND, refuse_unsupported
 from .seams import check_seams
 from .snapshot_folder import check_folder
@@ -65,12 +74,16 @@ def _register_launcher() -> None:
 
 
 def _register_tokenizer() -> None:
-    from sglang.srt.managers import tokenizer_control_mixin
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from . import io, report, sessions
+    from . import io, links, report, sessions
 
-    tokenizer_control_mixin._COMMUNICATOR_SPECS.append(("ttt_control", io.TTTControlReqOutput))
+    io.register_types()
+    HookRegistry.register(
+        "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.init_communicators",
+        links.after_init_communicators,
+        HookType.AFTER,
+    )
     HookRegistry.register(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info",
         report.after_update_request_meta_info,
@@ -93,6 +106,7 @@ def _register_worker() -> None:
     from sglang.srt.mem_cache import registry
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from .dispatch import controller_class
     from .logs import hide_owner_ids
     from .radix import build_cache
     from .scheduler import scheduler_class
@@ -104,6 +118,14 @@ def _register_worker() -> None:
         scheduler_class(scheduler.Scheduler),
         HookType.REPLACE,
     )
+    if "sglang.srt.managers.data_parallel_controller" in sys.modules:
+        from sglang.srt.managers import data_parallel_controller
+
+        HookRegistry.register(
+            "sglang.srt.managers.data_parallel_controller.DataParallelController",
+            controller_class(data_parallel_controller.DataParallelController),
+            HookType.REPLACE,
+        )
 
 
 def _after_add_cli_args(_result: Any, parser: Any) -> None:
@@ -140,6 +162,7 @@ def _resolve_device(server_args: Any, previous: Any) -> None:
 
     config, view = _ttt_config(server_args), resolving_view(server_args)
     if config is not None and view.device == "cpu":
+        bind_cpus(view.dp_size)
         declared: dict[str, Any] = {}
         if view.attention_backend is None:
             kind = "torch_native" if is_streaming(config) else default_attention()
@@ -205,9 +228,11 @@ def _activate(package: str) -> None:
         )
     os.environ[ENV_MODELS] = package
     os.environ[ENV_ACTIVE] = "1"
+    os.environ[ENV_BOOT] = secrets.token_hex(8)
 
 
 def _deactivate() -> None:
-    os.environ.pop(ENV_ACTIVE, None)
+    for name in (ENV_ACTIVE, ENV_BOOT):
+        os.environ.pop(name, None)
     if os.environ.get(ENV_MODELS) in (MODEL_PACKAGE, ADAPTER_PACKAGE):
         del os.environ[ENV_MODELS]

@@ -10,7 +10,12 @@ RADIX_BACKEND = "ttt"
 # (ServerArgs field, allowed values, why). A field whose value is not allowed stops the server.
 _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("tp_size", (1,), "the MLP output is a partial sum per rank and the state's part is not"),
-    ("dp_size", (1,), "a session's requests would reach ranks that do not have its state"),
+    ("nnodes", (1,), "verbs and snapshots reach the ranks of one machine"),
+    (
+        "load_balance_method",
+        ("round_robin", "auto", "total_requests", "total_tokens"),
+        "it is for disaggregation: every request would have to bring a bootstrap room",
+    ),
     ("pp_size", (1,), "a state update spans the layers of one process"),
     ("speculative_algorithm", (None,), "rejected draft tokens would be written into the state"),
     ("disaggregation_mode", ("null",), "the state does not travel with the KV"),

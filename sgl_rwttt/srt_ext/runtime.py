@@ -7,6 +7,7 @@ model. Single-threaded: every call comes from the scheduler thread.
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from sgl_rwttt.core.versions import Version
 from .context_snapshots import open_snapshots
 from .logs import event_line, public_name
 from .metrics import TTTMetrics, make_metrics
-from .options import TTTOptions
+from .options import ENV_BOOT, TTTOptions
 from .rules import RuleConfig, state_parts
 from .snapshots import Fit, required_fields
 
@@ -71,7 +72,7 @@ class TTTRuntime:
         parts = state_parts([config, *(other for other, _ in others)], options, device)
         self.config = config
         self.fingerprint = fingerprint
-        self.boot_id = secrets.token_hex(8)
+        self.boot_id = os.environ.get(ENV_BOOT) or secrets.token_hex(8)
         self.options = options
         self.backend = parts.backend
         self.backend.write_group = options.target_batch

@@ -222,9 +222,35 @@ SEAMS: tuple[Seam, ...] = (
         "SGLang's own sessions are owners: the same limit, and an id that cannot be chosen",
     ),
     Seam(
-        "sglang.srt.managers.tokenizer_control_mixin:_COMMUNICATOR_SPECS",
+        "sglang.srt.managers.tokenizer_control_mixin:TokenizerControlMixin.init_communicators",
         "patch",
-        "one more control communicator",
+        "verbs to one rank, and their answers",
+    ),
+    Seam(
+        "sglang.srt.managers.data_parallel_controller:DataParallelController",
+        "patch",
+        "replaced by the subclass in the controller process of several data-parallel ranks",
+    ),
+    Seam(
+        "sglang.srt.managers.data_parallel_controller:DataParallelController.init_dispatcher",
+        "override",
+        "verbs reach the owner's rank, and a rank that dies ends the server",
+    ),
+    Seam(
+        "sglang.srt.managers.data_parallel_controller:DataParallelController"
+        ".maybe_external_dp_rank_routing",
+        "override",
+        "an owner's requests reach its rank",
+    ),
+    Seam(
+        "sglang.srt.utils.watchdog:SubprocessWatchdog",
+        "call",
+        "in the data-parallel controller, over the ranks",
+    ),
+    Seam(
+        "sglang.srt.utils.common:get_cpu_ids_by_node",
+        "call",
+        "CPUs of each rank when there are more ranks than NUMA nodes",
     ),
     Seam(
         "sglang.srt.server_args:ServerArgs.add_cli_args",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import secrets
@@ -86,11 +87,13 @@ class SnapshotFolder:
                 "--ttt-snapshot-mb"
             )
 
-    def create(self, name: str, write: Callable[[BinaryIO], None]) -> None:
+    def create(
+        self, name: str, write: Callable[[BinaryIO], None], *, replace: bool = False
+    ) -> None:
         """Have ``write`` fill a temporary file, sync it, and give it its name.
 
-        Raises StateCapacity when the disk is full, StateError for another system error; the
-        folder is as before then.
+        Raises as `check_new`, since another process may have saved meanwhile; StateCapacity when
+        the disk is full, StateError for another system error. The folder is as before then.
         """
         final = self._path(name)
         temporary = os.path.join(self.folder, f".{secrets.token_hex(8)}.tmp")
@@ -100,7 +103,9 @@ class SnapshotFolder:
                     write(stream)
                     stream.flush()
                     os.fsync(stream.fileno())
-                os.rename(temporary, final)
+                with self._alone():
+                    self.check_new(name, replace)
+                    os.rename(temporary, final)
             except BaseException:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)
@@ -123,12 +128,25 @@ class SnapshotFolder:
     def _path(self, name: str) -> str:
         return os.path.join(self.folder, check_name(name))
 
-    def _sync(self) -> None:
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
         descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            os.fsync(descriptor)
+            yield descriptor
         finally:
             os.close(descriptor)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Other ranks and servers that share the folder wait here, where it can be locked."""
+        with self._opened() as descriptor:
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+
+    def _sync(self) -> None:
+        with self._opened() as descriptor:
+            os.fsync(descriptor)
 
     def _remove_leftovers(self) -> None:
         for name in os.listdir(self.folder):

@@ -69,7 +69,9 @@ class Snapshots:
         with memory_errors(f"snapshot {name!r} was not saved"):
             tensors = {key: each.cpu() for key, each in self._backend.export(version).items()}
         snapshot_file.check_finite(tensors)
-        self.folder.create(name, lambda file: snapshot_file.write(file, blank, tensors))
+        self.folder.create(
+            name, lambda file: snapshot_file.write(file, blank, tensors), replace=replace
+        )
         return size
 
     def restore(self, name: str, owner: str) -> tuple[Restored, int]:

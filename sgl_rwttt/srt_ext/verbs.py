@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import secrets
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ from .admission import find_node, find_session, point_of
 from .arguments import integer, names, only, shown, text, unpack
 from .limits import check_place
 from .params import parse_id
+from .ranks import new_owner, own_rank
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +36,11 @@ def handle(scheduler: Any, message: Any) -> Any:
     except Exception as raised:
         error = raised if isinstance(raised, StateError) else _unexpected(message.op, raised)
         scheduler.ttt.note_refusal(error, op=message.op)
-        return TTTControlReqOutput(ok=False, payload=json.dumps(error.to_wire()))
-    return TTTControlReqOutput(ok=True, payload=answer)
+        ok, answer = False, json.dumps(error.to_wire())
+    else:
+        ok = True
+    owners = len(scheduler.session_controller.sessions)
+    return TTTControlReqOutput(rid=message.rid, ok=ok, payload=answer, owners=owners)
 
 
 def _unexpected(op: str, raised: Exception) -> StateError:
@@ -62,7 +65,7 @@ def open_owner(scheduler: Any, args: dict[str, Any]) -> dict[str, Any]:
             f"'timeout' must be a positive number (seconds), got {shown(timeout)}"
         )
     check_place(options, scheduler.session_controller)
-    owner = secrets.token_hex(16)
+    owner = new_owner(*own_rank())
     scheduler.session_controller.open(
         OpenSessionReqInput(
             capacity_of_str_len=_CAPACITY_OF_STR_LEN, session_id=owner, timeout=timeout

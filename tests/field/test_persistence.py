@@ -91,6 +91,24 @@ class Server:
         assert self.books() == before
 
 
+def test_two_processes_save_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: the snapshot of an owner on another rank, written over without being asked to; and
+    more files than the limit."""
+    one, two = Server(tmp_path, max_files=2), Server(tmp_path, max_files=2)
+    first = two.save("x")
+
+    def meanwhile(name: str, _replace: bool) -> None:
+        monkeypatch.undo()  # the other process looked before this one had written
+
+    for name, kind in (("x", InvalidStateRequest), ("z", StateCapacity)):
+        monkeypatch.setattr(one.snapshots.folder, "check_new", meanwhile)
+        with pytest.raises(kind):
+            one.save(name)
+        assert (tmp_path / "x").read_bytes() == first
+        two.save("y", replace=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x", "y"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("fold_pages", [0, 1, 3])
 @pytest.mark.parametrize("length", LENGTHS)
@@ -406,7 +424,7 @@ def test_a_full_disk_leaves_the_folder_as_it_was(
     monkeypatch.setattr(
         server.snapshots.folder,
         "create",
-        lambda name, write: create(name, lambda file: write(Full(file))),
+        lambda name, write, **how: create(name, lambda file: write(Full(file)), **how),
     )
     kind = StateCapacity if code == errno.ENOSPC else StateError
     for name in ("x", "old"):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import prometheus_client
 import pytest
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, CollectorRegistry
 
 from sgl_rwttt.core.effects import Effect
 from sgl_rwttt.srt_ext import housekeeping
@@ -63,6 +65,30 @@ def test_events_are_counted_by_name(metrics: PrometheusMetrics) -> None:
     assert sample("group_owners_bucket", effect="write", le="4.0") == 3
     assert sample("write_wait_steps_bucket", le="0.0") == 1
     assert sample("write_wait_steps_sum") == 3
+
+
+def test_a_rank_has_series_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: the gauges of one data-parallel rank written over by another's."""
+    registry = CollectorRegistry()
+    for kind in ("Counter", "Gauge", "Histogram"):
+        apart = partial(getattr(prometheus_client, kind), registry=registry)
+        monkeypatch.setattr(prometheus_client, kind, apart)
+    of_rank = PrometheusMetrics(MODEL, 1)
+    of_rank.refused("UnknownOwner")
+    of_rank.group(Effect.READ, 2)
+    of_rank.count("commits")
+    rig = Rig(chunk=4, pages=12, bases=3)
+    counters = dict.fromkeys(_COUNTED, 0)
+    of_rank.refresh(SimpleNamespace(store=rig.store, backend=rig.backend, counters=counters), 5)  # type: ignore[arg-type]
+    rank = {"model_name": MODEL, "dp_rank": "1"}
+    for name, more, value in (
+        ("owners", {}, 5),
+        ("pages", {"kind": "free"}, 11),
+        ("commits_total", {}, 1),
+        ("refused_requests_total", {"error": "UnknownOwner"}, 1),
+        ("group_owners_sum", {"effect": "read"}, 2),
+    ):
+        assert registry.get_sample_value(f"sgl_rwttt_{name}", {**rank, **more}) == value, name
 
 
 def test_without_the_flag_nothing_is_counted() -> None:

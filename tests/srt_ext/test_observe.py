@@ -147,7 +147,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> TestClient:
     server: Any = ModuleType("sglang.srt.entrypoints.http_server")
     server.app = FastAPI()
     manager = SimpleNamespace(
-        ttt_control_communicator=None,
+        ttt_links=None,
         model_config=SimpleNamespace(hf_config=SimpleNamespace(ttt_mode=True)),
     )
     server.get_global_state = lambda: SimpleNamespace(tokenizer_manager=manager)

@@ -27,10 +27,13 @@ def test_a_fault_of_a_verb_is_an_answer(
     monkeypatch.setitem(verbs.VERBS, "owners", verb)
     refused: list[Any] = []
     runtime = SimpleNamespace(note_refusal=lambda error, op: refused.append((error, op)))
-    message = SimpleNamespace(op="owners", args="{}")
-    answer = verbs.handle(SimpleNamespace(ttt=runtime), message)
+    message = SimpleNamespace(op="owners", args="{}", rid="asked")
+    sessions = SimpleNamespace(sessions={"a": None})
+    scheduler = SimpleNamespace(ttt=runtime, session_controller=sessions)
+    answer = verbs.handle(scheduler, message)
     error = json.loads(answer.payload)
     assert not answer.ok
+    assert (answer.rid, answer.owners) == ("asked", 1)
     assert error["type"] == "StateError"
     assert says in error["message"]
     assert [op for _, op in refused] == ["owners"]
