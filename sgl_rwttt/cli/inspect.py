@@ -81,8 +81,8 @@ def server_text(found: dict[str, Any]) -> str:
     """Identity, pools, owners and snapshots of a server."""
     info = found["info"]
     parts = [_identity(info), _pools(info), _owners(found["owners"])]
-    if "ranks" in info:
-        parts.insert(2, _ranks(info["ranks"]))
+    if "dp_ranks" in info:
+        parts.insert(2, _ranks(info["dp_ranks"]))
     if found["snapshots"] is not None:
         parts.append(_snapshots(found["snapshots"]["snapshots"]))
     return "\n\n".join(parts)
@@ -117,10 +117,10 @@ def _pools(info: dict[str, Any]) -> str:
 
 def _ranks(found: list[dict[str, Any]]) -> str:
     """What each data-parallel rank holds."""
-    head = ("rank", "owners", "running", "pages", "free", "bases", "free")
+    head = ("dp_rank", "owners", "running", "pages", "free", "bases", "free")
     slots = ("pages_live", "pages_free", "bases_live", "bases_free")
     rows = [
-        [each["rank"], each["sessions"], each["running"], *(each["store"][key] for key in slots)]
+        [each["dp_rank"], each["sessions"], each["running"], *(each["store"][key] for key in slots)]
         for each in found
     ]
     return table(head, rows)
@@ -131,7 +131,7 @@ def _owners(found: dict[str, Any]) -> str:
         return "no owners"
     head = ("owner", "branches", "running", "roots", "pins", "bytes", "idle s")
     keys = ("name", "nodes", "running", "root_count", "pin_count", "referenced_bytes", "idle_s")
-    rank = ("rank",) if "rank" in found["owners"][0] else ()
+    rank = ("dp_rank",) if "dp_rank" in found["owners"][0] else ()
     rows = [[owner[key] for key in (*keys, *rank)] for owner in found["owners"]]
     more = f"\n... of {found['count']} owners" if found["truncated"] else ""
     return table((*head, *rank), rows) + more

@@ -22,7 +22,7 @@ _OF_RANK = (
 
 
 def info(answers: Sequence[Answer]) -> Answer:
-    """Counts of all ranks together, and each rank's own under ``ranks``; sizes are of one rank."""
+    """Counts of all ranks together, each rank's own under ``dp_ranks``; sizes are of one rank."""
     first = answers[0]
     return {
         **first,
@@ -33,13 +33,13 @@ def info(answers: Sequence[Answer]) -> Answer:
         "store": _sums([each["store"] for each in answers]),
         "counters": _sums([each["counters"] for each in answers]),
         "planner": _planner([each["planner"] for each in answers]),
-        "ranks": _numbered([{key: each[key] for key in _OF_RANK} for each in answers]),
+        "dp_ranks": _numbered([{key: each[key] for key in _OF_RANK} for each in answers]),
     }
 
 
 def owners(answers: Sequence[Answer]) -> Answer:
-    """The owners of all ranks, oldest first, each with its ``rank``."""
-    rows = [{**row, "rank": rank} for rank, each in enumerate(answers) for row in each["owners"]]
+    """The owners of all ranks, oldest first, each with its ``dp_rank``."""
+    rows = [{**row, "dp_rank": rank} for rank, each in enumerate(answers) for row in each["owners"]]
     rows.sort(key=lambda row: -row["age_s"])
     return {
         "owners": rows[:MAX_ROWS],
@@ -49,7 +49,7 @@ def owners(answers: Sequence[Answer]) -> Answer:
 
 
 def health(answers: Sequence[Answer]) -> Answer:
-    """Ok when every rank is; ledgers together, and each rank's answer under ``ranks``."""
+    """Ok when every rank is; ledgers together, and each rank's answer under ``dp_ranks``."""
     bad = [each for each in answers if each["status"] != "ok"]
     ledgers = [each["ledger"] for each in answers]
     return {
@@ -57,12 +57,12 @@ def health(answers: Sequence[Answer]) -> Answer:
         "integrity_checked": all(each["integrity_checked"] for each in answers),
         "running": sum(each["running"] for each in answers),
         "ledger": {pool: _sums([each[pool] for each in ledgers]) for pool in ledgers[0]},
-        "ranks": _numbered(answers),
+        "dp_ranks": _numbered(answers),
     }
 
 
 def _numbered(answers: Sequence[Answer]) -> list[Answer]:
-    return [{"rank": rank, **each} for rank, each in enumerate(answers)]
+    return [{"dp_rank": rank, **each} for rank, each in enumerate(answers)]
 
 
 def _sums(tables: Sequence[dict[str, int]]) -> dict[str, int]:
@@ -71,7 +71,7 @@ def _sums(tables: Sequence[dict[str, int]]) -> dict[str, int]:
 
 def _planner(tables: Sequence[Answer]) -> Answer:
     """Settings are the same everywhere; of waits the longest counts."""
-    counted = ("rounds", "forwards", "held")
+    counted = ("rounds", "forwards", "rows", "held")
     return {
         **tables[0],
         **{key: sum(table[key] for table in tables) for key in counted},

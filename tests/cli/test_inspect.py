@@ -325,20 +325,20 @@ def test_a_server(url: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_server_of_two_ranks() -> None:
     """A full rank hides behind the sum."""
     store = ANSWERS["info"][1]["store"]
-    rank = {"rank": 0, "sessions": 3, "running": 1, "store": store}
-    ranks = [rank, {**rank, "rank": 1, "sessions": 0, "store": {**store, "pages_free": 2}}]
+    rank = {"dp_rank": 0, "sessions": 3, "running": 1, "store": store}
+    ranks = [rank, {**rank, "dp_rank": 1, "sessions": 0, "store": {**store, "pages_free": 2}}]
     told = {
-        "info": {**ANSWERS["info"][1], "ranks": ranks},
-        "owners": {**ANSWERS["owners"][1], "owners": [{**OWNER, "rank": 1}]},
+        "info": {**ANSWERS["info"][1], "dp_ranks": ranks},
+        "owners": {**ANSWERS["owners"][1], "owners": [{**OWNER, "dp_rank": 1}]},
         "snapshots": None,
     }
     assert server_text(told).splitlines()[-6:] == [
-        "rank  owners  running  pages  free  bases  free",
-        "   0       3        1      9  1015      0     8",
-        "   1       0        1      9     2      0     8",
+        "dp_rank  owners  running  pages  free  bases  free",
+        "      0       3        1      9  1015      0     8",
+        "      1       0        1      9     2      0     8",
         "",
-        "owner     branches  running  roots  pins  bytes  idle s  rank",
-        "f6a3d549         2        0      0     1  34816    3.01     1",
+        "owner     branches  running  roots  pins  bytes  idle s  dp_rank",
+        "f6a3d549         2        0      0     1  34816    3.01        1",
     ]
 
 

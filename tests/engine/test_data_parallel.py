@@ -54,9 +54,9 @@ def owners(server: Server) -> Iterator[dict[int, list[str]]]:
         verb(server, "close", owner=owner)
     left = server.get("/ttt/info").json()
     assert left["integrity_checked"] is True
-    assert [each["sessions"] for each in left["ranks"]] == [0, 0]
+    assert [each["sessions"] for each in left["dp_ranks"]] == [0, 0]
     health = server.get("/ttt/health")
-    assert (health.status_code, len(health.json()["ranks"])) == (200, 2)
+    assert (health.status_code, len(health.json()["dp_ranks"])) == (200, 2)
 
 
 def verb(server: Server, op: str, **args: Any) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def test_owners_spread_and_learn_as_published(server: Server, owners: dict[int, 
     """Guards: all owners on one rank, and a rank with other weights or a state of its own kind."""
     assert {each: len(held) for each, held in owners.items()} == {0: 2, 1: 2}
     info = server.get("/ttt/info").json()
-    assert (info["sessions"], [each["sessions"] for each in info["ranks"]]) == (4, [2, 2])
+    assert (info["sessions"], [each["sessions"] for each in info["dp_ranks"]]) == (4, [2, 2])
     together = [owner for held in owners.values() for owner in held]
     count = len(CASE.generated_ids)
     with ThreadPoolExecutor() as pool:
@@ -119,8 +119,8 @@ def test_owners_spread_and_learn_as_published(server: Server, owners: dict[int, 
     assert [rank(answer) for answer in answers] == [0, 0, 1, 1]
     assert [answer["output_ids"] for answer in answers] == [CASE.generated_ids] * 4
     listed = server.get("/ttt/owners").json()
-    assert Counter(row["rank"] for row in listed["owners"]) == {0: 2, 1: 2}
-    commits = [each["counters"]["commits"] for each in server.get("/ttt/info").json()["ranks"]]
+    assert Counter(row["dp_rank"] for row in listed["owners"]) == {0: 2, 1: 2}
+    commits = [each["counters"]["commits"] for each in server.get("/ttt/info").json()["dp_ranks"]]
     assert all(commits)
 
 
@@ -218,7 +218,7 @@ def test_a_verb_is_answered_once_by_the_rank_that_owns(
     """Guards: a refusal from the wrong rank, two answers, and an id that leads to a neighbour."""
 
     def counts() -> list[int]:
-        ranks = server.get("/ttt/info").json()["ranks"]
+        ranks = server.get("/ttt/info").json()["dp_ranks"]
         return [each["counters"]["refused"] for each in ranks]
 
     mine = owners[1][0]

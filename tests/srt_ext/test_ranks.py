@@ -213,6 +213,7 @@ def rank_info(rank: int, **more: Any) -> dict[str, Any]:
             "wait_budget": 0,
             "rounds": 4,
             "forwards": 4,
+            "rows": 5,
             "held": rank,
             "max_wait": 7 - rank,
         },
@@ -227,10 +228,10 @@ def test_info_counts_all_ranks() -> None:
     assert (found["integrity_checked"], found["integrity_error"]) == (False, "bad")
     assert found["store"] == {"pages_live": 3, "pages_free": 10}
     assert (found["counters"], found["pools"]) == ({"commits": 21}, {"page_bytes": 10})
-    waits = {key: found["planner"][key] for key in ("forwards", "held", "max_wait", "mode")}
-    assert waits == {"forwards": 8, "held": 1, "max_wait": 7, "mode": "rw"}
-    assert [(each["rank"], each["sessions"]) for each in found["ranks"]] == [(0, 2), (1, 3)]
-    assert [each["store"]["pages_live"] for each in found["ranks"]] == [0, 3]
+    waits = {key: found["planner"][key] for key in ("rows", "held", "max_wait", "mode")}
+    assert waits == {"rows": 10, "held": 1, "max_wait": 7, "mode": "rw"}
+    assert [(each["dp_rank"], each["sessions"]) for each in found["dp_ranks"]] == [(0, 2), (1, 3)]
+    assert [each["store"]["pages_live"] for each in found["dp_ranks"]] == [0, 3]
 
 
 def test_owners_of_all_ranks_are_listed_by_age() -> None:
@@ -238,7 +239,7 @@ def test_owners_of_all_ranks_are_listed_by_age() -> None:
     ages = [[9.0, 1.0], [5.0]]
     rows = [[{"name": str(age), "age_s": age} for age in each] for each in ages]
     found = owners([{"owners": r, "count": len(r), "truncated": False} for r in rows])
-    assert [(row["age_s"], row["rank"]) for row in found["owners"]] == [(9, 0), (5, 1), (1, 0)]
+    assert [(row["age_s"], row["dp_rank"]) for row in found["owners"]] == [(9, 0), (5, 1), (1, 0)]
     assert (found["count"], found["truncated"]) == (3, False)
     many = {"owners": [{"age_s": 1.0}] * MAX_ROWS, "count": MAX_ROWS, "truncated": False}
     found = owners([many, many])
@@ -257,7 +258,7 @@ def test_health_is_that_of_the_worst_rank() -> None:
     found = health([fine, bad])
     assert (found["status"], found["error"], found["running"]) == ("unbalanced", "1 + 1 != 3", 0)
     assert found["ledger"]["pages"] == {"free": 6, "live": 2}
-    assert [each["status"] for each in found["ranks"]] == ["ok", "unbalanced"]
+    assert [each["status"] for each in found["dp_ranks"]] == ["ok", "unbalanced"]
 
 
 class Stock:
