@@ -10,7 +10,8 @@ The tokens are streamed, and their times of arrival give the decode window: from
 streams have their first token to the last token; only tokens inside the window count. Prefill is
 reported apart. In (a) each stream has its own window, and windows and tokens are summed. Each
 engine runs in its own process, one after the other; a warm-up run comes first and the caches are
-flushed before every measured run.
+flushed before every measured run. There is no (c) of a TTT-Linear checkpoint, which SGLang itself
+cannot serve.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from engine_worker import Job
 from sgl_rwttt.models.embedded import ensure
 from sgl_rwttt.srt_ext.attention import CPU_ATTENTION
 from sgl_rwttt.srt_ext.launch import engine_defaults, has_cuda, local_config
+from sgl_rwttt.srt_ext.streaming_checkpoint import is_streaming
 
 WORKER = Path(__file__).resolve().with_name("engine_worker.py")
 TEXTS = ("glossary.txt", "prose.txt", "code.txt", "frequency.txt")
@@ -197,12 +199,14 @@ def environment(options: argparse.Namespace, stock: bool) -> dict[str, str]:
 
 
 def measure_dtype(
-    options: argparse.Namespace, model: Path, base: Path, dtype: str
+    options: argparse.Namespace, model: Path, base: Path | None, dtype: str
 ) -> dict[str, Any]:
-    """Both engines at one dtype, one after the other."""
+    """Both engines at one dtype, one after the other; ours alone without a base."""
     prompts = make_prompts(model, options.streams, options.prompt)
     results: dict[str, Any] = {"dtype": dtype}
     for name, folder, stock in (("ours", model, False), ("stock", base, True)):
+        if folder is None:
+            continue
         job = job_for(options, folder, dtype, stock, prompts)
         print(f"running {name}, {dtype} ...", file=sys.stderr, flush=True)
         started = {**asdict(job), "prompts": None, "model": None}
@@ -223,10 +227,13 @@ def rates(result: dict[str, Any], engine: str, mode: str) -> Spread:
 
 
 def summary(result: dict[str, Any]) -> dict[str, Spread]:
-    """Rates a, b, c and the ratios b/a and b/c of one dtype."""
+    """Rates a, b, c and the ratios b/a and b/c of one dtype; without stock there is no c."""
     a, b = rates(result, "ours", "serial"), rates(result, "ours", "batch")
-    c = rates(result, "stock", "batch")
-    return {"a": a, "b": b, "c": c, "b/a": b.over(a), "b/c": b.over(c)}
+    found = {"a": a, "b": b, "b/a": b.over(a)}
+    if "stock" in result:
+        c = rates(result, "stock", "batch")
+        found |= {"c": c, "b/c": b.over(c)}
+    return found
 
 
 def rate_table(results: Sequence[dict[str, Any]], streams: int) -> str:
@@ -242,8 +249,9 @@ def rate_table(results: Sequence[dict[str, Any]], streams: int) -> str:
     rows = []
     for result in results:
         s = summary(result)
-        cells = [s["a"].text(), s["b"].text(), s["c"].text()]
-        rows.append([result["dtype"], *cells, s["b/a"].text(".2f"), s["b/c"].text(".2f")])
+        forms = {"a": ".1f", "b": ".1f", "c": ".1f", "b/a": ".2f", "b/c": ".2f"}
+        cells = [s[name].text(form) if name in s else "-" for name, form in forms.items()]
+        rows.append([result["dtype"], *cells])
     return markdown_table(header, rows)
 
 
@@ -252,10 +260,13 @@ def prefill_table(results: Sequence[dict[str, Any]]) -> str:
     kinds = (("ours", "serial"), ("ours", "batch"), ("stock", "batch"))
     rows = []
     for result in results:
-        spreads = (
-            Spread.of([run["prefill_seconds"] for run in runs_of(result, *kind)]) for kind in kinds
-        )
-        rows.append([result["dtype"], *(spread.text(".2f") for spread in spreads)])
+        cells = [
+            Spread.of([run["prefill_seconds"] for run in runs_of(result, *kind)]).text(".2f")
+            if kind[0] in result
+            else "-"
+            for kind in kinds
+        ]
+        rows.append([result["dtype"], *cells])
     return markdown_table(["dtype", "(a) prefill, s", "(b) prefill, s", "(c) prefill, s"], rows)
 
 
@@ -302,12 +313,13 @@ def measure(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, 
         if options.model == "embedded":
             model, base = ensure(), options.base or ensure(ttt=False)
         else:
-            model = Path(options.model)
-            base = options.base or base_checkpoint(model, Path(folder))
-        if options.rule != "checkpoint":
+            model, base = Path(options.model), options.base
+            if base is None and not is_streaming(local_config(model)):
+                base = base_checkpoint(model, Path(folder))
+        if options.rule != "checkpoint" and base is not None:
             model = base
         options.attention_backend = (
-            options.attention_backend or engine_defaults(base)["attention_backend"]
+            options.attention_backend or engine_defaults(base or model)["attention_backend"]
         )
         results = [measure_dtype(options, model, base, dtype) for dtype in options.dtype]
     return {

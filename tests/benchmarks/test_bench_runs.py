@@ -115,6 +115,27 @@ def test_another_rule(serving: ModuleType, tmp_path: Path) -> None:
     assert stock.state == {}
 
 
+def test_a_model_that_stock_cannot_serve(
+    serving: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards: TTT-Linear compared with an engine that does not start, or a table that breaks."""
+    jobs: list[dict[str, Any]] = []
+
+    def worked(script: Path, job: dict[str, Any], env: Any, timeout: float) -> dict[str, Any]:
+        jobs.append(job)
+        run = {"tokens": 10, "prefill_seconds": 1.0, "outputs": [[1]], "state": {"writes": 2}}
+        rates = {"serial": 5.0, "batch": 2.0}
+        return {"runs": [{**run, "mode": m, "seconds": s} for m, s in rates.items()], "info": {}}
+
+    monkeypatch.setattr(serving, "run_worker", worked)
+    given = ["--quick", "--model", str(GOLDEN / "ttt_linear_full")]
+    report = serving.measure(serving.parse(given), given)
+    assert [job["ttt"] for job in jobs] == [True]
+    rates, prefill, *_ = table_rows(serving.render(report))
+    assert rates[1:] == ["2.0 (2.0..2.0)", "5.0 (5.0..5.0)", "-", "2.50 (2.50..2.50)", "-"]
+    assert prefill[-1] == "-"
+
+
 @pytest.mark.engine
 def test_serving_at_toy_size(serving: ModuleType) -> None:
     """Guards: a window of other tokens, an engine that is not the one named, lost writes."""
