@@ -27,6 +27,7 @@ from sgl_rwttt.srt_ext.launch import fresh_environment
 
 LOG_TAIL = 6000  # characters of a failed worker's log that are shown
 PIPE_BYTES = 65536
+END_S = 10.0  # that a process which closed its pipe has to end
 PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent ends
 
 
@@ -67,7 +68,7 @@ class LiveWorker:
             self.process.stdin.flush()
             answer: dict[str, Any] = json.loads(self._line())
         except BrokenPipeError:
-            raise self._failure("ended") from None
+            raise self._ended() from None
         self._signal(signal.SIGSTOP)
         return answer
 
@@ -79,10 +80,16 @@ class LiveWorker:
                 raise self._failure(f"gave no answer in {self.wait_s:.0f} s")
             part = os.read(self.answers, PIPE_BYTES)
             if not part:
-                raise self._failure("ended")
+                raise self._ended()
             self.buffer += part
         line, _, self.buffer = self.buffer.partition(b"\n")
         return line
+
+    def _ended(self) -> WorkerFailed:
+        """Its pipe closes before it has written why it ends."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_S)
+        return self._failure("ended")
 
     def _failure(self, what: str) -> WorkerFailed:
         self.log.seek(0)
@@ -94,7 +101,7 @@ class LiveWorker:
 
     def close(self) -> None:
         """Kill the worker and all that it started. Idempotent."""
-        if self.process.returncode is None:
+        if not self.log.closed:
             self._signal(signal.SIGKILL)
             self.process.wait()
             assert self.process.stdin is not None

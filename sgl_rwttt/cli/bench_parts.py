@@ -72,7 +72,7 @@ PARTS = (
     Part(
         "fidelity", "batched against serial: loss, drift, tokens", (Script("check_fidelity", 20),)
     ),
-    Part("ruler", "RULER tasks, serial against batched", (Script("bench_ruler", 120),)),
+    Part("ruler", "RULER tasks, serial against batched", (Script("bench_ruler", 180),)),
     Part(
         "adaptation",
         "loss after reading, by rule; the embedded model; stability",
