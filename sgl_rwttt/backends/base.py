@@ -12,10 +12,26 @@ if TYPE_CHECKING:
     from sgl_rwttt.backends.page_pools import Readable
     from sgl_rwttt.core.segment import Segment
 
-Plan = TypeVar("Plan")
+
+class Plan(Protocol):
+    """What ``begin_step`` returns, as far as the runtime looks into it (after ``finish_step``)."""
+
+    retried: int  # blocks that were computed once more, each alone
+    failed: dict[int, str]  # segment -> why its write raised twice; empty for "not finite"
+
+    def written_pages(self, segment: int) -> tuple[int, ...]:
+        """Pages of the completed blocks that one segment may commit, in order."""
+        ...
+
+    def unchanged_pages(self, segment: int) -> tuple[int, ...]:
+        """Those of ``written_pages`` whose update left the state as it was."""
+        ...
 
 
-class StateBackend(Protocol[Plan]):
+OwnPlan = TypeVar("OwnPlan", bound=Plan)
+
+
+class StateBackend(Protocol[OwnPlan]):
     """One update rule with the memory of its states.
 
     One forward pass is ``begin_step``, then ``layer_step`` once per state layer, then
@@ -40,14 +56,14 @@ class StateBackend(Protocol[Plan]):
         """Sizes and rule parameters, plain values only."""
         ...
 
-    def begin_step(self, segments: Sequence[Segment]) -> Plan:
+    def begin_step(self, segments: Sequence[Segment]) -> OwnPlan:
         """Plan one forward over ``segments``; raises on an illegal step.
 
         Changes nothing but slots that the segments' candidates own.
         """
         ...
 
-    def layer_step(self, plan: Plan, slot: int, h: Tensor, target: Tensor) -> Tensor:
+    def layer_step(self, plan: OwnPlan, slot: int, h: Tensor, target: Tensor) -> Tensor:
         """Take the new evidence of state layer ``slot`` and return the state's part of its output.
 
         Writes only rows and slots that the plan's candidates own. [N, d] float32, zeros for rows
@@ -55,7 +71,7 @@ class StateBackend(Protocol[Plan]):
         """
         ...
 
-    def finish_step(self, plan: Plan) -> list[bool]:
+    def finish_step(self, plan: OwnPlan) -> list[bool]:
         """Run the deferred writes; per segment, whether its candidate may be committed."""
         ...
 

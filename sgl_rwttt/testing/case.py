@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+from sgl_rwttt.backends.base import Plan
 from sgl_rwttt.core.effects import Effect
 from sgl_rwttt.core.segment import Evidence
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+__all__ = ["Batch", "Case", "Item", "Plan", "Rows", "SlotKind"]
 
 Item = tuple[int, Effect]
 """A token and the mode it is read in."""
@@ -38,21 +41,6 @@ class Batch(NamedTuple):
         for own in self.rows:
             flat[own.start : own.start + len(own.items)] = [token for token, _ in own.items]
         return flat
-
-
-class Plan(Protocol):
-    """What ``begin_step`` returns, as far as the runtime looks into it (after ``finish_step``)."""
-
-    retried: int  # blocks that were computed once more, each alone
-    failed: dict[int, str]  # segment -> why its write raised twice; empty for "not finite"
-
-    def written_pages(self, segment: int) -> tuple[int, ...]:
-        """Pages of the completed blocks that one segment may commit, in order."""
-        ...
-
-    def unchanged_pages(self, segment: int) -> tuple[int, ...]:
-        """Those of ``written_pages`` whose update left the state as it was."""
-        ...
 
 
 class Case(Protocol):
