@@ -1,7 +1,8 @@
 """What a WRITE costs: owners that complete a chunk in one decode step, beside a step without.
 
-Each rule on the embedded model, through the real engine, in a process of its own. The cost of a
-WRITE is the step's time less that of the steps around it; per owner it is that over the group.
+In-Place TTT and LoRA deltas on the embedded model, TTT-Linear on the tests' checkpoint; through the
+real engine, each in a process of its own. The cost of a WRITE is the step's time less that of the
+steps around it; per owner it is that over the group.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_adaptation import SETTINGS
+from bench_streaming import MODEL as LINEAR
 from common import (
     Spread,
     add_run_flags,
@@ -30,17 +32,29 @@ from sgl_rwttt.models.embedded import ensure
 WORKER = Path(__file__).resolve().with_name("writes_worker.py")
 TIMEOUT_S = 3600.0
 RULES = ("in_place", "lora_delta, lr 1e-3, tau 0")  # with tau 0 every segment is learnt
+STREAMING = "streaming, tests' checkpoint"
+
+
+def engines(linear: Path | None) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Rule -> (checkpoint folder, engine options)."""
+    room = {"max_total_tokens": 8192, "ttt_memory_mb": 512}
+    found = {
+        name: (str(ensure(ttt=SETTINGS[name].ttt)), {**room, **SETTINGS[name].options})
+        for name in RULES
+    }
+    if linear is not None:
+        found[STREAMING] = (str(linear), {"max_total_tokens": 8192, "ttt_memory_mb": 16})
+    return found
 
 
 def measure(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
     """Every rule; the report that `render` prints."""
     facts, results = machine(options.threads), {}
-    for name in RULES:
+    for name, (model, settings) in engines(options.linear).items():
         print(f"running {name} ...", file=sys.stderr, flush=True)
-        setting = SETTINGS[name]
         job = {
-            "model": str(ensure(ttt=setting.ttt)),
-            "options": {"max_total_tokens": 8192, "ttt_memory_mb": 512, **setting.options},
+            "model": model,
+            "options": settings,
             "groups": options.groups,
             "repeats": options.repeats,
         }
@@ -69,7 +83,7 @@ def render(report: dict[str, Any]) -> str:
             plain = Spread.of([1e3 * run["plain"] for run in runs])
             each = per_owner(runs, int(group))
             rows.append([name, str(pools["chunk"]), group, plain.text(), each.text()])
-        kib = [f"{pools[key] / 1024:.0f}" for key in ("page_bytes", "base_bytes")]
+        kib = [f"{pools[key] / 1024:.1f}" for key in ("page_bytes", "base_bytes")]
         memory.append([name, str(pools["chunk"]), *kib, str(pools["fold_pages"] or "never")])
     repeats = report["size"]["repeats"]
     return "\n\n".join(
@@ -108,6 +122,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--groups", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--linear",
+        type=Path,
+        metavar="DIR",
+        default=LINEAR if LINEAR.is_dir() else None,
+        help="TTT-Linear checkpoint; default: the tests', where they are",
+    )
     add_run_flags(parser)
     options = parser.parse_args(arguments)
     if min(*options.groups, options.repeats, options.threads) < 1:

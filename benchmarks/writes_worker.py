@@ -18,7 +18,7 @@ BEFORE, AFTER = 9, 8  # decode steps of a run before the one with the WRITE, and
 FIRST_ID = 3  # below it are special tokens of small checkpoints
 
 
-def step_times(backend: Any, prompts: list[list[int]], decode: int) -> list[float]:
+def step_times(transport: Any, prompts: list[list[int]], decode: int) -> list[float]:
     """Seconds of each decode step of prompts that run together, by when its last token came."""
     sampling = {"max_new_tokens": decode, "ignore_eos": True, "temperature": 0}
     payload = {
@@ -27,7 +27,7 @@ def step_times(backend: Any, prompts: list[list[int]], decode: int) -> list[floa
         "stream": True,
     }
     arrived: dict[int, float] = {}  # tokens generated -> when the last stream had them
-    for item in backend.transport.generate_siblings(payload):
+    for item in transport.generate_siblings(payload):
         arrived[item["meta_info"]["completion_tokens"]] = time.perf_counter()
     times = [arrived[count] for count in range(1, decode + 1)]
     return [after - before for before, after in pairwise(times)]
@@ -42,12 +42,12 @@ def prompts_of(owners: int, length: int, vocabulary: int, seed: int) -> list[lis
     ]
 
 
-def writes(backend: Any, groups: list[int], repeats: int) -> dict[str, list[dict[str, float]]]:
+def writes(transport: Any, groups: list[int], repeats: int) -> dict[str, list[dict[str, float]]]:
     """Per group size: seconds of the step with a WRITE for everybody, and of one without.
 
     All owners complete their first chunk in the same decode step.
     """
-    info = backend.transport.info()
+    info = transport.info()
     length, found = info["chunk"] - BEFORE, {}
     if length < 1:
         raise ValueError(f"chunks of {info['chunk']} tokens leave no prompt")
@@ -55,7 +55,7 @@ def writes(backend: Any, groups: list[int], repeats: int) -> dict[str, list[dict
         runs = []
         for repeat in range(repeats + 1):
             prompts = prompts_of(group, length, info["vocab_size"], 1000 * group + repeat)
-            steps = step_times(backend, prompts, BEFORE + AFTER)
+            steps = step_times(transport, prompts, BEFORE + AFTER)
             # The token that completes the chunk is the BEFOREth generated one: it is consumed in
             # the step that ends with the next one's arrival.
             plain = sorted(steps[1 : BEFORE - 1] + steps[BEFORE:])
@@ -66,19 +66,19 @@ def writes(backend: Any, groups: list[int], repeats: int) -> dict[str, list[dict
 
 def main() -> None:
     """Run the job and write its result."""
-    import sgl_rwttt as rw
+    from sgl_rwttt.lang.engine import EngineTransport
 
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    backend = rw.Engine(job["model"], **job["options"])
-    before = backend.transport.info()["counters"]
+    transport = EngineTransport(job["model"], skip_tokenizer_init=True, **job["options"])
+    before = transport.info()["counters"]
     result = {
-        "groups": writes(backend, job["groups"], job["repeats"]),
-        "pools": backend.transport.info()["pools"],
-        "commits": backend.transport.info()["counters"]["commits"] - before["commits"],
-        "updates": backend.transport.info()["counters"]["updates"] - before["updates"],
+        "groups": writes(transport, job["groups"], job["repeats"]),
+        "pools": transport.info()["pools"],
+        "commits": transport.info()["counters"]["commits"] - before["commits"],
+        "updates": transport.info()["counters"]["updates"] - before["updates"],
     }
     Path(sys.argv[2]).write_text(json.dumps(result), encoding="utf-8")
-    backend.shutdown()
+    transport.close()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,8 +44,7 @@ def test_the_step_with_the_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: the step before or after the boundary taken for it, a group counted twice."""
     worker, clock = load("writes_worker"), Clock()
     monkeypatch.setattr(worker, "time", clock)
-    backend = SimpleNamespace(transport=Server(clock))
-    found = worker.writes(backend, [1, 4], 2)
+    found = worker.writes(Server(clock), [1, 4], 2)
     assert found["1"] == [{"write": 11.0, "plain": 1.0}] * 2
     assert found["4"] == [{"write": 41.0, "plain": 1.0}] * 2
 
@@ -64,7 +62,7 @@ def test_reports(tmp_path: Path) -> None:
     }
     row, memory = table_rows(writes.render(report))
     assert row == ["in_place", "32", "4", "1.0 (1.0..1.0)", "10.0 (10.0..10.0)"]
-    assert memory == ["in_place", "32", "2", "0", "never"]
+    assert memory == ["in_place", "32", "2.0", "0.0", "never"]
     (drawn,) = writes.plot(report, tmp_path)
     assert drawn.name == "writes-group.png" and drawn.stat().st_size > 1000
 
