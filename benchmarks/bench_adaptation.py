@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from common import (
-    add_run_flags,
     command_line,
     machine,
     machine_line,
     markdown_table,
+    parse_sizes,
     run,
     run_worker,
 )
@@ -138,12 +138,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, help=f"default {default}")
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    add_run_flags(parser)
-    parser.add_argument("--quick", action="store_true", help="does it run?")
-    options = parser.parse_args(arguments)
-    for name, value in (QUICK if options.quick else FULL).items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    options = parse_sizes(parser, arguments, FULL, QUICK)
     if options.documents < 2 or min(options.first, options.second, options.threads) < 1:
         parser.error("--documents must be at least 2; --first, --second and --threads at least 1")
     return options

@@ -20,7 +20,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import add_run_flags, command_line, machine, run, run_worker
+from common import (
+    add_sizes,
+    command_line,
+    machine,
+    new_parser,
+    parse_sizes,
+    run,
+    run_worker,
+)
 from documents import documents, stream
 from embedded_report import plot, render
 
@@ -99,9 +107,7 @@ def measure(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The flags, with every default filled in; SystemExit for wrong usage."""
-    first, _, rest = (__doc__ or "").partition("\n\n")
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=first, epilog=rest, formatter_class=form)
+    parser = new_parser(__doc__)
     texts = {
         "documents": "documents of each kind",
         "first": "tokens of a document that are read, and of a context of the stream",
@@ -109,18 +115,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "tokens": "tokens of the stream",
         "judges": "unrelated documents beside the stream",
     }
-    for name, text in texts.items():
-        shown = f"{text} (default {FULL[name]}, with --quick {QUICK[name]})"
-        parser.add_argument(f"--{name}", type=int, help=shown)
+    add_sizes(parser, texts, FULL, QUICK)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
     parser.add_argument("--streams", nargs="+", choices=STREAMS, default=list(STREAMS))
     parser.add_argument("--tolerance", type=float, default=0.01, help="default 0.01, which is 1 %%")
-    add_run_flags(parser)
-    parser.add_argument("--quick", action="store_true", help="toy size; the numbers mean nothing")
-    options = parser.parse_args(arguments)
-    for name, value in (QUICK if options.quick else FULL).items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    options = parse_sizes(parser, arguments, FULL, QUICK)
     if options.documents < 2 or options.judges < 1 or options.threads < 1:
         parser.error("--documents must be at least 2, --judges and --threads at least 1")
     if options.judges > 2 * options.documents:

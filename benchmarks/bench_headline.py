@@ -19,11 +19,12 @@ from typing import Any
 import bench_overhead
 import bench_table
 from common import (
-    add_run_flags,
     command_line,
     machine,
     machine_line,
     markdown_table,
+    new_parser,
+    parse_sizes,
     run,
 )
 from table_report import rate, shown
@@ -151,13 +152,9 @@ def render(report: dict[str, Any]) -> str:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The flags; SystemExit for wrong usage."""
-    first, _, rest = __doc__.partition("\n\n")
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=first, epilog=rest, formatter_class=form)
+    parser = new_parser(__doc__)
     parser.add_argument("--from", type=Path, dest="source", metavar="DIR", help="take reports here")
-    add_run_flags(parser)
-    parser.add_argument("--quick", action="store_true", help="toy size; the numbers mean nothing")
-    options = parser.parse_args(arguments)
+    options = parse_sizes(parser, arguments, {}, {})
     if options.threads < 1:
         parser.error("--threads must be at least 1")
     return options

@@ -24,11 +24,13 @@ from typing import Any
 from bench_serving import base_checkpoint, text_tokens
 from common import (
     Spread,
-    add_run_flags,
+    add_sizes,
     command_line,
     machine,
     machine_line,
     markdown_table,
+    new_parser,
+    parse_sizes,
     run,
     run_worker,
 )
@@ -223,21 +225,12 @@ def render(report: dict[str, Any]) -> str:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The flags, with every default filled in; SystemExit for wrong usage."""
-    first, _, rest = __doc__.partition("\n\n")
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=first, epilog=rest, formatter_class=form)
-    for name, text in _HELP.items():
-        shown = f"{text} (default {FULL[name]}, with --quick {QUICK[name]})"
-        parser.add_argument(f"--{name}", type=int, help=shown)
+    parser = new_parser(__doc__)
+    add_sizes(parser, _HELP, FULL, QUICK)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
     parser.add_argument("--model", default="embedded", help="`embedded` or a checkpoint folder")
     parser.add_argument("--attention-backend", help="of all servers; default: each one's own")
-    add_run_flags(parser)
-    parser.add_argument("--quick", action="store_true", help="toy size; the numbers mean nothing")
-    options = parser.parse_args(arguments)
-    for name, value in (QUICK if options.quick else FULL).items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    options = parse_sizes(parser, arguments, FULL, QUICK)
     if min(getattr(options, name) for name in FULL) < 1 or options.threads < 1:
         parser.error(f"--{', --'.join(FULL)} and --threads must be at least 1")
     return options

@@ -24,7 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from bench_serving import KV_SLACK, TIMEOUT_S, make_prompts
-from common import add_run_flags, command_line, machine, run, run_worker
+from common import (
+    add_sizes,
+    command_line,
+    machine,
+    new_parser,
+    parse_sizes,
+    run,
+    run_worker,
+)
 from costs import Costs, fitted_costs
 from modes_report import plot as plot
 from modes_report import render
@@ -196,17 +204,13 @@ def compared(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The flags, with every default filled in; SystemExit for wrong usage."""
-    first, _, rest = __doc__.partition("\n\n")
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=first, epilog=rest, formatter_class=form)
+    parser = new_parser(__doc__)
     sizes = {
         "streams": "streams of each trace",
         "prompt": "tokens of each prompt, before a stream's phase",
         "decode": "mean tokens generated per stream, the prefill's one included; at least 2",
     }
-    for name, text in sizes.items():
-        shown = f"{text} (default {FULL[name]}, with --quick {QUICK[name]})"
-        parser.add_argument(f"--{name}", type=int, help=shown)
+    add_sizes(parser, sizes, FULL, QUICK)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each trace (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="of the traces (default 0)")
@@ -214,12 +218,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--wait-mode", choices=("rw", "phase"), default="rw", help="of part wait")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--model", default="embedded", help="`embedded` or a checkpoint folder")
-    add_run_flags(parser)
-    parser.add_argument("--quick", action="store_true", help="toy size; the numbers mean nothing")
-    options = parser.parse_args(arguments)
-    for name, value in (QUICK if options.quick else FULL).items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    options = parse_sizes(parser, arguments, FULL, QUICK)
     if min(options.streams, options.prompt, options.repeats, options.threads) < 1:
         parser.error("--streams, --prompt, --repeats and --threads must be at least 1")
     if options.decode < 2 or min(options.budgets) < 0:

@@ -24,7 +24,17 @@ from typing import Any
 
 from bench_modes import QUICK_STATE_MB, STATE_MB, Setup, engine_options, state_options
 from bench_serving import KV_SLACK, base_checkpoint, make_prompts
-from common import Spread, add_run_flags, command_line, machine, machine_line, markdown_table, run
+from common import (
+    Spread,
+    add_sizes,
+    command_line,
+    machine,
+    machine_line,
+    markdown_table,
+    new_parser,
+    parse_sizes,
+    run,
+)
 from live_worker import LiveWorker
 from plots import new_figure, save
 
@@ -201,27 +211,18 @@ def plot(report: dict[str, Any], folder: Path) -> list[Path]:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The flags, with every default filled in; SystemExit for wrong usage."""
-    first, _, rest = __doc__.partition("\n\n")
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=first, epilog=rest, formatter_class=form)
+    parser = new_parser(__doc__)
     sizes = {
         "prompt": "tokens of the prompt",
         "decode": "tokens generated, the prefill's one included; at least 2",
         "rounds": "how often each of the three runs",
     }
-    for name, text in sizes.items():
-        shown = f"{text} (default {FULL[name]}, with --quick {QUICK[name]})"
-        parser.add_argument(f"--{name}", type=int, help=shown)
+    add_sizes(parser, sizes, FULL, QUICK)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--model", default="embedded", help="`embedded` or a checkpoint folder")
     parser.add_argument("--base", type=Path, help="folder of the same checkpoint without TTT")
     parser.add_argument("--attention-backend", help="of both engines (default: ours here)")
-    add_run_flags(parser)
-    parser.add_argument("--quick", action="store_true", help="toy size; the numbers mean nothing")
-    options = parser.parse_args(arguments)
-    for name, value in (QUICK if options.quick else FULL).items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    options = parse_sizes(parser, arguments, FULL, QUICK)
     if min(options.prompt, options.rounds, options.threads) < 1 or options.decode < 2:
         parser.error("--prompt, --rounds and --threads must be at least 1, --decode at least 2")
     return options

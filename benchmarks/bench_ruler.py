@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from common import (
+    LOG_TAIL,
     WorkerFailed,
-    add_run_flags,
     command_line,
     machine,
+    parse_sizes,
     run,
     run_worker,
 )
@@ -43,7 +44,6 @@ WORKER = Path(__file__).resolve().with_name("ruler_worker.py")
 HARNESS = WORKER.parents[1] / ".venv-bench" / "bin" / "python"
 TIMEOUT_S = 24 * 3600.0
 REQUEST_S = 4 * 3600.0  # a request waits for those before it
-SERVER_LOG_TAIL = 6000
 FULL = {"lengths": [2048, 4096], "tasks": None, "samples": 25}
 QUICK = {"lengths": [512], "tasks": ["niah_single_1"], "samples": 2}
 
@@ -73,7 +73,7 @@ def serving(model: Path, flags: Sequence[str], threads: int) -> Iterator[str]:
             yield url
         except RuntimeError as error:
             log.seek(0)
-            raise WorkerFailed(f"{error}\nserver: {log.read()[-SERVER_LOG_TAIL:]}") from error
+            raise WorkerFailed(f"{error}\nserver: {log.read()[-LOG_TAIL:]}") from error
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -147,12 +147,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--harness-python", type=Path, default=HARNESS, help="default: what make bench-env makes"
     )
-    add_run_flags(parser)
-    parser.add_argument("--quick", action="store_true", help="does it run?")
-    options = parser.parse_args(arguments)
-    for name, value in (QUICK if options.quick else FULL).items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    options = parse_sizes(parser, arguments, FULL, QUICK)
     if not 2 <= options.samples <= 500 or min(options.concurrency, options.threads) < 1:
         parser.error("--samples must be 2 to 500, --concurrency and --threads at least 1")
     try:

@@ -23,10 +23,12 @@ from bench_modes import WORKER as ENGINE
 from bench_serving import KV_SLACK, TIMEOUT_S, make_prompts
 from common import (
     WorkerFailed,
-    add_run_flags,
+    add_sizes,
     command_line,
     last_words,
     machine,
+    new_parser,
+    parse_sizes,
     run,
     run_worker,
 )
@@ -146,13 +148,9 @@ def session_run(prompts: Sequence[list[int]], length: int, decode: int) -> Trace
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The flags, with every default filled in; SystemExit for wrong usage."""
-    first, _, rest = __doc__.partition("\n\n")
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=first, epilog=rest, formatter_class=form)
+    parser = new_parser(__doc__)
     lists = {"streams": "numbers of streams", "prompts": "prompt lengths, tokens"}
-    for name, text in lists.items():
-        shown = f"{text} (default {FULL[name]}, with --quick {QUICK[name]})"
-        parser.add_argument(f"--{name}", type=int, nargs="+", metavar="N", help=shown)
+    add_sizes(parser, lists, FULL, QUICK, nargs="+")
     parser.add_argument("--decode", type=int, help=f"tokens per stream (default {FULL['decode']})")
     parser.add_argument("--memory-mb", type=int, help=f"state memory, MiB (default {MEMORY_MB})")
     parser.add_argument(
@@ -162,12 +160,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--model", default="embedded", help="`embedded` or a checkpoint folder")
     parser.add_argument("--attention-backend", help="default: ours on this machine")
-    add_run_flags(parser)
-    parser.add_argument("--quick", action="store_true", help="toy size; the numbers mean nothing")
-    options = parser.parse_args(arguments)
-    for name, value in (QUICK if options.quick else FULL).items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    options = parse_sizes(parser, arguments, FULL, QUICK)
     if options.memory_mb is None:
         options.memory_mb = QUICK_STATE_MB if options.quick else MEMORY_MB
     options.streams = sorted({1, *options.streams})

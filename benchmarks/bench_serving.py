@@ -28,11 +28,12 @@ from typing import Any
 
 from common import (
     Spread,
-    add_run_flags,
+    add_sizes,
     command_line,
     machine,
     machine_line,
     markdown_table,
+    parse_sizes,
     run,
     run_worker,
 )
@@ -64,9 +65,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "decode": "tokens generated per stream, at least 2",
         "repeats": "measured runs of each kind",
     }
-    for name, text in sizes.items():
-        help_text = f"{text} (default {FULL[name]}, with --quick {QUICK[name]})"
-        parser.add_argument(f"--{name}", type=int, help=help_text)
+    add_sizes(parser, sizes, FULL, QUICK)
     parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"))
     parser.add_argument("--model", default="embedded", help="`embedded` or a checkpoint folder")
     parser.add_argument(
@@ -85,12 +84,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         default="on" if has_cuda() else "off",
         help="overlap scheduling of (c); ours has it off. Default: off on the CPU, on with a GPU",
     )
-    add_run_flags(parser)
-    parser.add_argument("--quick", action="store_true", help="toy size, float32, one repeat")
-    options = parser.parse_args(arguments)
-    for name, value in (QUICK if options.quick else FULL).items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    options = parse_sizes(parser, arguments, FULL, QUICK)
     options.dtype = options.dtype or (["float32"] if options.quick else ["float32", "bfloat16"])
     if min(options.streams, options.prompt, options.repeats, options.threads) < 1:
         parser.error("--streams, --prompt, --repeats and --threads must be at least 1")

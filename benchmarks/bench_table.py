@@ -26,7 +26,16 @@ from pathlib import Path
 from typing import Any
 
 from bench_serving import base_checkpoint, make_prompts
-from common import WorkerFailed, add_run_flags, command_line, last_words, machine, run
+from common import (
+    WorkerFailed,
+    add_sizes,
+    command_line,
+    last_words,
+    machine,
+    new_parser,
+    parse_sizes,
+    run,
+)
 from table_report import ROWS, plot, render
 from table_rows import ENGINES, Bench
 from traces import Size
@@ -86,17 +95,13 @@ def measure(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The flags, with every default filled in; SystemExit for wrong usage."""
-    first, _, rest = __doc__.partition("\n\n")
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=first, epilog=rest, formatter_class=form)
+    parser = new_parser(__doc__)
     sizes = {
         "streams": "streams of each row",
         "prompt": "tokens of each prompt, before a stream's phase",
         "decode": "tokens generated per stream, the prefill's one included; at least 2",
     }
-    for name, text in sizes.items():
-        shown = f"{text} (default {SIZES[name]}, with --quick {QUICK[name]})"
-        parser.add_argument(f"--{name}", type=int, help=shown)
+    add_sizes(parser, sizes, SIZES, QUICK)
     parser.add_argument(
         "--budget",
         choices=tuple(BUDGETS),
@@ -125,12 +130,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         default="off",
         help="overlap scheduling of the stock rows (default off, as in ours)",
     )
-    add_run_flags(parser)
-    parser.add_argument("--quick", action="store_true", help="toy size; the numbers mean nothing")
-    options = parser.parse_args(arguments)
-    for name, value in (QUICK if options.quick else SIZES).items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    options = parse_sizes(parser, arguments, SIZES, QUICK)
     repeats, in_turn = BUDGETS[options.budget]
     options.repeats = repeats if options.repeats is None else options.repeats
     if options.serial_streams is None:

@@ -22,7 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from bench_serving import TIMEOUT_S, make_prompts
-from common import add_run_flags, command_line, machine, run, run_worker
+from common import (
+    add_sizes,
+    command_line,
+    machine,
+    new_parser,
+    parse_sizes,
+    run,
+    run_worker,
+)
 from fidelity_gates import BROKEN_CHUNK, DTYPES, TOP, failures
 from fidelity_golden import golden_cases, golden_difference, golden_job
 from fidelity_hooks import RULES
@@ -150,20 +158,18 @@ def golden_results(options: argparse.Namespace, rules: Sequence[str]) -> list[di
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The flags, with every default filled in; SystemExit for wrong usage."""
-    first, _, rest = (__doc__ or "").partition("\n\n")
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=first, epilog=rest, formatter_class=form)
-    texts = {
-        "chunks": ("+", "chunk lengths in float32"),
-        "bf16_chunks": ("*", "chunk lengths in bfloat16, slow on a CPU that lacks its arithmetic"),
-        "prompts": ("+", "tokens before those that are scored, one compared owner each"),
-        "owners": (None, "owners in the batch; those beyond the prompts are company"),
-        "read": (None, "scored tokens that are read in the prefill"),
-        "decode": (None, "scored tokens that are decoded"),
+    parser = new_parser(__doc__)
+    lists = {"chunks": "chunk lengths in float32"}
+    lists["prompts"] = "tokens before those that are scored, one compared owner each"
+    add_sizes(parser, lists, FULL, QUICK, nargs="+")
+    slow = {"bf16_chunks": "chunk lengths in bfloat16, slow on a CPU that lacks its arithmetic"}
+    add_sizes(parser, slow, FULL, QUICK, nargs="*")
+    sizes = {
+        "owners": "owners in the batch; those beyond the prompts are company",
+        "read": "scored tokens that are read in the prefill",
+        "decode": "scored tokens that are decoded",
     }
-    for name, (count, text) in texts.items():
-        shown = f"{text} (default {FULL[name]}, with --quick {QUICK[name]})"
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, nargs=count, help=shown)
+    add_sizes(parser, sizes, FULL, QUICK)
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART")
     parser.add_argument(
         "--break",
@@ -173,12 +179,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="RULE",
         help=f"all (default), or of {', '.join(RULES)}",
     )
-    add_run_flags(parser)
-    parser.add_argument("--quick", action="store_true", help="toy size; the numbers mean nothing")
-    options = parser.parse_args(arguments)
-    for name, value in (QUICK if options.quick else FULL).items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    options = parse_sizes(parser, arguments, FULL, QUICK)
     options.only = options.only or (["broken"] if options.rules else list(PARTS))
     asked = options.rules or (QUICK_RULES if options.quick else ["all"])
     options.rules = list(RULES if "all" in asked else asked)

@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 
 from sgl_rwttt.srt_ext.launch import fresh_environment, has_cuda, physical_cores
 
-_LOG_TAIL = 6000  # characters of a failed worker's log that are shown
+LOG_TAIL = 6000  # characters of a failed worker's log that are shown
 
 
 class WorkerFailed(RuntimeError):
@@ -140,6 +140,42 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write all measurements")
 
 
+def new_parser(text: str | None) -> argparse.ArgumentParser:
+    """A parser with a script's docstring as its help: the first paragraph, the rest at the end."""
+    first, _, rest = (text or "").partition("\n\n")
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=first, epilog=rest, formatter_class=form)
+
+
+def add_sizes(
+    parser: argparse.ArgumentParser,
+    texts: Mapping[str, str],
+    full: Mapping[str, Any],
+    quick: Mapping[str, Any],
+    nargs: str | None = None,
+) -> None:
+    """Add a flag of whole numbers for each size; `parse_sizes` fills in those not given."""
+    for name, text in texts.items():
+        shown = f"{text} (default {full[name]}, with --quick {quick[name]})"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, nargs=nargs, help=shown)
+
+
+def parse_sizes(
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str],
+    full: Mapping[str, Any],
+    quick: Mapping[str, Any],
+) -> argparse.Namespace:
+    """Parse with `add_run_flags` and --quick; options not given are `full`, or `quick` with it."""
+    add_run_flags(parser)
+    parser.add_argument("--quick", action="store_true", help="toy size; the numbers mean nothing")
+    options = parser.parse_args(arguments)
+    for name, value in (quick if options.quick else full).items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    return options
+
+
 def run(
     arguments: Sequence[str] | None,
     parse: Callable[[Sequence[str]], argparse.Namespace],
@@ -191,7 +227,7 @@ def run_worker(
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         if not answered.is_file():
-            tail = log.read_text(errors="replace")[-_LOG_TAIL:]
+            tail = log.read_text(errors="replace")[-LOG_TAIL:]
             raise WorkerFailed(f"{script.name} gave no result (exit {process.returncode}):\n{tail}")
         result: dict[str, Any] = json.loads(answered.read_text(encoding="utf-8"))
         return result

@@ -21,11 +21,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from common import WorkerFailed
+from common import LOG_TAIL, WorkerFailed
 
 from sgl_rwttt.srt_ext.launch import fresh_environment
 
-LOG_TAIL = 6000  # characters of a failed worker's log that are shown
 PIPE_BYTES = 65536
 END_S = 10.0  # that a process which closed its pipe has to end
 PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent ends

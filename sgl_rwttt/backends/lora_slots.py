@@ -234,7 +234,11 @@ class AdapterSlots:
         return form
 
     def _put(self, tensors: Mapping[str, Tensor], form: int, slot: int) -> None:
-        for target, pair in self.pools_of(form).items():
-            for factor, pool in zip(_FACTORS, pair, strict=True):
-                pool[:, slot] = tensors[f"{target}.{factor}"].to(self.device)
-        self._form_of[slot] = form
+        adapters = {
+            target: (
+                tensors[f"{target}.lora_A"][:, None].to(self.device),
+                tensors[f"{target}.lora_B"][:, None].to(self.device),
+            )
+            for target in self.pools
+        }
+        self.put(adapters, [slot], form)

@@ -71,7 +71,6 @@ class TTTRuntime:
         options = TTTOptions.from_env()
         parts = state_parts([config, *(other for other, _ in others)], options, device)
         self.config = config
-        self.fingerprint = fingerprint
         self.boot_id = os.environ.get(ENV_BOOT) or secrets.token_hex(8)
         self.options = options
         self.backend = parts.backend
