@@ -30,7 +30,9 @@ def register_attention() -> None:
 
 def _create(model_runner: Any) -> Any:
     from .cpu_attention import CPUAttnBackend
+    from .cpu_linear import use_few_rows
 
+    use_few_rows(model_runner.model)
     return CPUAttnBackend(model_runner)
 
 

@@ -63,6 +63,16 @@ SEAMS: tuple[Seam, ...] = (
         "subclass",
         "the CPU attention rwttt_cpu; what it does not compute is stock",
     ),
+    Seam(
+        "sglang.srt.layers.quantization.unquant:UnquantizedLinearMethod.apply",
+        "override",
+        "products of few rows beside rwttt_cpu",
+    ),
+    Seam(
+        "sglang.srt.layers.quantization.unquant:UnquantizedEmbeddingMethod.apply",
+        "override",
+        "the same for the logits",
+    ),
     Seam("sglang.srt.models.llama:LlamaForCausalLM", "subclass", "TTT llama checkpoints"),
     Seam("sglang.srt.models.qwen3:Qwen3ForCausalLM", "subclass", "TTT qwen3 checkpoints"),
     Seam(

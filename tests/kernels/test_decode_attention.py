@@ -14,7 +14,7 @@ from torch import Tensor
 from sgl_rwttt.kernels import kernel
 from sgl_rwttt.kernels.attention import Scratch, as_run
 from sgl_rwttt.kernels.decode_attention import naive, plan
-from sgl_rwttt.kernels.decode_attention.plan import DecodePlan, plan_decode
+from sgl_rwttt.kernels.decode_attention.plan import DecodePlan, OwnRead, plan_decode
 from sgl_rwttt.kernels.extend_attention import naive as naive_extend
 from tests.assert_close import assert_close
 
@@ -140,7 +140,25 @@ def test_siblings_read_their_prefix_once(
     (shared,) = made.shared
     assert shared.rows.tolist() == [0, 2, 3]
     assert isinstance(shared.slots, slice) == (layout == "contiguous" or prefix == 1)
-    assert made.own and sum(len(read.slots) // read.width for read in made.own) == 5
+    assert made.own and sum(map(rows_of, made.own)) == 5
+
+
+def rows_of(read: OwnRead) -> int:
+    """How many rows one call reads."""
+    return 1 if isinstance(read.slots, slice) else len(read.slots) // read.width
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "scattered"])
+def test_a_row_alone_is_read_where_it_is(layout: str, eager: None) -> None:
+    """Guards: one stream that pays for a copy of its whole KV in every layer of every step."""
+    in_place = layout == "contiguous"
+    (alone,) = check(table_of(layout, [40]), [40]).own
+    assert isinstance(alone.slots, slice) == in_place
+    slots = table_of(layout, [40, 90])
+    slots[1, :20] = slots[0, :20]
+    own = check(slots, [40, 90]).own
+    assert [rows_of(read) for read in own] == [1, 1]
+    assert [isinstance(read.slots, slice) for read in own] == [in_place] * 2
 
 
 def test_siblings_with_nothing_of_their_own(eager: None) -> None:
@@ -162,7 +180,7 @@ def test_groups_stay_in_the_cache() -> None:
     """Guards: one long row that makes every other as wide, and gathers larger than the cache."""
     lengths = [2048, 17, 20, 2048, 300, 17]
     made = plan_decode(table_of("contiguous", lengths), lengths, 1536)
-    widths = sorted((read.width, len(read.slots) // read.width) for read in made.own)
+    widths = sorted((read.width, rows_of(read)) for read in made.own)
     assert widths == [(20, 3), (300, 1), (2048, 1), (2048, 1)]
     assert len(plan_decode(table_of("contiguous", [16] * 8), [16] * 8, 1536).own) == 1
 

@@ -2,8 +2,9 @@
 
 Rows that begin with the same slots (siblings of one prefix) read those once, together. What is
 left of each row is gathered, several rows of similar length per call, as many as stay in the cache
-between the gather and the products. Gathering a row costs less than the call that reads it in
-place, and the copy is read from the cache: only shared slots are read where they are.
+between the gather and the products. Gathering a row costs less than a call of its own that reads it
+in place, and the copy is read from the cache: only shared slots, and those of a row that has a call
+to itself anyway, are read where they are if they are consecutive.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class OwnRead(NamedTuple):
     """Several rows that each read ``width`` slots of their own."""
 
     rows: slice | Tensor  # a slice for all rows in order, else int64 [n]
-    slots: Tensor  # int64 [n * width]; past a row's end its own last slot is repeated
+    slots: slice | Tensor  # a slice for one row with consecutive slots, else int64 [n * width]:
+    # past a row's end its own last slot is repeated
     width: int
     mask: Tensor | None  # float32 [n, 1, 1, width], -inf past a row's end; None without padding
 
@@ -114,4 +116,5 @@ def _own_read(slots: Tensor, rows: list[int], starts: Sequence[int], own: Sequen
         mask = torch.zeros(len(rows), 1, 1, width)
         mask[:, 0, 0].masked_fill_(columns >= lengths, -torch.inf)
     whole = len(rows) == slots.shape[0]
-    return OwnRead(slice(None) if whole else index, read.flatten(), width, mask)
+    where = as_run(read[0]) if len(rows) == 1 else read.flatten()
+    return OwnRead(slice(None) if whole else index, where, width, mask)
