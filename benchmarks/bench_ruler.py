@@ -107,6 +107,7 @@ def measure(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, 
             "seed": options.seed,
             "data": options.ruler_data and str(options.ruler_data.resolve()),
             "timeout_s": REQUEST_S,
+            "runs": options.runs and str(options.runs.resolve()),
         }
         env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}
         env["TQDM_MININTERVAL"] = "10"  # seconds between updates of the harness's bars
@@ -143,6 +144,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--dtype", choices=["float32", "bfloat16"], default="float32", help="of the embedded model"
     )
     parser.add_argument("--context", type=int, help=f"default: the longest length + {MARGIN}")
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="append each finished task; what is in it already is not run again",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the prompts; default 0")
     parser.add_argument(
         "--harness-python", type=Path, default=HARNESS, help="default: what make bench-env makes"

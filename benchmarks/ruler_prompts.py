@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +38,12 @@ class Job:
     seed: int
     data: str | None  # folder of the files that some tasks need
     timeout_s: float  # of one request
+    runs: str | None  # file of finished tasks, one line of JSON each
+
+    def key(self) -> dict[str, Any]:
+        """What two runs of one task have to agree on to be the same."""
+        asked = {name: getattr(self, name) for name in ("samples", "ways", "concurrency", "seed")}
+        return {"model": Path(self.tokenizer).name, **asked}
 
     def concurrent(self, way: str) -> int:
         """Requests at a time."""
@@ -116,21 +122,48 @@ def load(job: Job, name: str, length: int, tokenizer: Any) -> Prompts:
     return Prompts(name, length, task, ids, task.config.generation_kwargs["max_gen_toks"])
 
 
-def prepare(job: Job) -> list[Prompts]:
-    """All tasks at all lengths. Raises Refused when one would be cut, or has too few documents."""
+def finished(job: Job) -> dict[tuple[str, int], dict[str, Any]]:
+    """The runs in `job.runs` by task and length. Raises Refused when one is not of this job."""
+    file = None if job.runs is None else Path(job.runs)
+    if file is None or not file.is_file():
+        return {}
+    found = {}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        kept = json.loads(line)
+        if kept["job"] != job.key():
+            raise Refused(f"{file.name} has runs of {kept['job']}, not of {job.key()}")
+        found[kept["run"]["task"], kept["run"]["length"]] = kept["run"]
+    return found
+
+
+def keep(job: Job, run: dict[str, Any]) -> None:
+    """Add a finished run to `job.runs`."""
+    if job.runs is not None:
+        with Path(job.runs).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"job": job.key(), "run": run}) + "\n")
+
+
+def prepare(job: Job, without: Container[tuple[str, int]] = ()) -> list[Prompts]:
+    """All tasks at all lengths, but those `without`.
+
+    Raises Refused when one would be cut, or has too few documents.
+    """
     from transformers import AutoTokenizer
 
+    asked = [(name, length) for length in job.lengths for name in job.tasks]
+    left = [one for one in asked if one not in without]
+    if not left:
+        return []
     tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
     found = []
     with files_only(Path(job.data) if job.data else None):
-        for length in job.lengths:
-            for name in job.tasks:
-                say(f"prompts of {name} at {length} tokens ...")
-                faulthandler.dump_traceback_later(PROMPTS_S, exit=True)
-                prompts = load(job, name, length, tokenizer)
-                faulthandler.cancel_dump_traceback_later()
-                check_prompts(name, prompts.ids, prompts.generate, prompts.limit, job.samples)
-                found.append(prompts)
+        for name, length in left:
+            say(f"prompts of {name} at {length} tokens ...")
+            faulthandler.dump_traceback_later(PROMPTS_S, exit=True)
+            prompts = load(job, name, length, tokenizer)
+            faulthandler.cancel_dump_traceback_later()
+            check_prompts(name, prompts.ids, prompts.generate, prompts.limit, job.samples)
+            found.append(prompts)
     return found
 
 

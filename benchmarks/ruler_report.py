@@ -140,6 +140,10 @@ def render(report: dict[str, Any]) -> str:
         f"A WRITE is one block of {chunk} tokens. Every prompt arrived with all its tokens, and "
         "the WRITEs are those that the tokens account for."
     )
+    if report["kept"]:
+        about += (
+            f" {report['kept']} of {len(report['runs'])} tasks are of earlier, interrupted runs."
+        )
     tables = [comparison(report, "serial", "batch")]
     if all("base" in run["ways"] for run in report["runs"]):
         tables += ["Without state (base):", comparison(report, "batch", "base")]

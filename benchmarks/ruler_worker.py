@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lang_worker import flush
-from ruler_prompts import Job, Prompts, prepare, say
+from ruler_prompts import Job, Prompts, finished, keep, prepare, say
 from ruler_tasks import TASKS, Refused, expected_writes
 
 PROBE_TOKENS = 9
@@ -175,11 +175,15 @@ def estimated_minutes(job: Job, prompts: Sequence[Prompts], read: float, decode:
 
 
 def work(job: Job) -> dict[str, Any]:
-    """Make all prompts, check them, then evaluate every task in every way."""
-    prompts = prepare(job)
-    minutes = estimated_minutes(job, prompts, *probe(job.url, prompts[0].ids[0]))
+    """Make the prompts of what is not finished, check them, evaluate each task in every way."""
+    runs = finished(job)
+    before = set(runs)
+    prompts = prepare(job, without=runs)
+    minutes = 0.0
+    if prompts:
+        minutes = estimated_minutes(job, prompts, *probe(job.url, prompts[0].ids[0]))
     say(f"{len(prompts) * len(job.ways)} runs of {job.samples}, about {minutes:.0f} minutes")
-    start, runs = time.perf_counter(), []
+    start = time.perf_counter()
     for each in prompts:
         ways = {}
         for way in job.ways:
@@ -187,8 +191,15 @@ def work(job: Job) -> dict[str, Any]:
             passed = (time.perf_counter() - start) / 60
             say(f"{each.name} at {each.length}, {way}: done, {passed:.0f} of {minutes:.0f} minutes")
         run = {"task": each.name, "length": each.length, "generate": each.generate, "ways": ways}
-        runs.append(run)
-    return {"harness": version("lm_eval"), "info": info(job.url), "runs": runs}
+        keep(job, run)
+        runs[each.name, each.length] = run
+    asked = [(name, length) for length in job.lengths for name in job.tasks]
+    return {
+        "harness": version("lm_eval"),
+        "info": info(job.url),
+        "kept": sum(one in before for one in asked),
+        "runs": [runs[one] for one in asked],
+    }
 
 
 def main() -> None:

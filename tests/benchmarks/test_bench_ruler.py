@@ -149,6 +149,7 @@ def job(worker: ModuleType, **changed: Any) -> Any:
         "seed": 0,
         "data": None,
         "timeout_s": 1.0,
+        "runs": None,
     }
     return worker.Job(**asked | changed)
 
@@ -204,6 +205,21 @@ def test_harness_results(worker: ModuleType) -> None:
     }
 
 
+def test_finished_tasks_are_kept(worker: ModuleType, prompts: ModuleType, tmp_path: Path) -> None:
+    """Guards: three hours lost to an interruption; a table of runs that were asked differently."""
+    asked = job(worker, runs=str(tmp_path / "runs.jsonl"), lengths=[1024, 2048])
+    assert prompts.finished(asked) == {}
+    first, second = ({"task": "vt", "length": n, "ways": {}} for n in (1024, 2048))
+    prompts.keep(asked, first)
+    prompts.keep(asked, second)
+    assert prompts.finished(asked) == {("vt", 1024): first, ("vt", 2048): second}
+    assert prompts.prepare(asked, without=prompts.finished(asked)) == []
+    prompts.keep(job(worker), first)  # no file, nothing to keep
+    other = job(worker, runs=asked.runs, samples=3)
+    with pytest.raises(load("ruler_tasks").Refused, match=r"runs.jsonl has runs of .*'samples': 2"):
+        prompts.finished(other)
+
+
 def test_estimate(worker: ModuleType) -> None:
     """Guards: an estimate that leaves out a way, or lets a batch read for free."""
     prompts = [worker.Prompts("vt", 1024, None, [[1] * 600, [1] * 400], 30)]
@@ -233,6 +249,7 @@ def made_up(base: bool = False) -> dict[str, Any]:
         "samples": 4,
         "concurrency": 8,
         "harness": "0",
+        "kept": 0,
         "info": {"chunk": 32},
         "missing": {"qa_squad": ["dev-v2.0.json"]},
         "runs": [
@@ -253,7 +270,8 @@ def test_report(bench: ModuleType) -> None:
     assert cwe[4:8] == ["50.0 +- 0.0", "50.0 +- 0.0", "+0.0 +- 0.0", "0"]
     assert mean[1:4] == ["mean", "", "8"]
     assert mean[6:] == ["+12.5 +- 12.5", "1", "1,300", "109 (64 tokens reused)"]
-    assert "- qa_squad: dev-v2.0.json" in text
+    assert "- qa_squad: dev-v2.0.json" in text and "earlier" not in text
+    assert "1 of 2 tasks are of earlier" in bench.render(report | {"kept": 1})
     assert len(table_rows(bench.render(made_up(base=True)))) == 6
 
 
