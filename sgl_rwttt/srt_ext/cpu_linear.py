@@ -1,8 +1,8 @@
-"""Linear layers of a decode step on the CPU: as many products with few rows.
+"""Linear layers of a decode step on the CPU: products of few rows.
 
-y = x W^T of few rows is computed as (W x^T)^T, with the weight as the tall left factor. For 2 to 64
-rows of float32 the BLAS library in torch then reads a weight at nearly the speed of a single row's;
-as x W^T, two rows take more than twice as long as one.
+y = x W^T of few rows is computed as (W x^T)^T, with the weight as the tall left factor. The BLAS
+library in torch then reads a weight for 2 to 4 rows nearly as fast as for one, and shares the work
+of up to 64 rows better among threads; as x W^T, two rows take twice as long as one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from sglang.srt.layers.quantization.unquant import (
 )
 from torch import Tensor, nn
 
-FEW_ROWS = range(2, 65)  # one row is a product of its own kind, more gain nothing
+MOST_ROWS = 64  # with several threads; beyond, both forms take the same time
+MOST_ROWS_ALONE = 4  # with one thread
+
+
+def is_few(rows: int) -> bool:
+    """Whether so many rows are multiplied faster this way; one row is a product of its own kind."""
+    return 1 < rows <= (MOST_ROWS if torch.get_num_threads() > 1 else MOST_ROWS_ALONE)
 
 
 def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -24,7 +30,7 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
 
     Equal to torch.nn.functional.linear up to the order of summation.
     """
-    if x.dim() != 2 or x.shape[0] not in FEW_ROWS:
+    if x.dim() != 2 or not is_few(x.shape[0]):
         return nn.functional.linear(x, weight, bias)
     product = torch.mm(weight, x.t()).t().contiguous()
     return product if bias is None else product.add_(bias)
