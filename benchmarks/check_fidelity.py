@@ -124,12 +124,12 @@ def measure(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, 
         "golden": [],
         "broken": [],
     }
+    report["golden"] = golden_results(options, report["rules"])
     if "configurations" in options.only:
         for dtype, chunk in configurations(options):
             job = job_for(options, dtype, chunk, size, [None])
             result = run_job(options, f"chunks of {chunk}, {dtype}", job)
             report["configurations"].append({"dtype": dtype, "chunk": chunk, **result})
-    report["golden"] = golden_results(options, report["rules"])
     if report["rules"]:
         report["broken_size"] = size if options.quick else BROKEN
         rules = [None, *report["rules"]]

@@ -90,7 +90,7 @@ class Fidelity(Bench):
             answer = await anext(aiter(manager.generate_request(request, None)))
             if list(answer["output_ids"]) != tokens[given:]:
                 raise RuntimeError(f"the tokens were not forced: {answer['output_ids'][:8]} ...")
-            found = scores(answer["meta_info"], tokens[prompt:])
+            found = scores(answer["meta_info"], tokens[prompt:], manager.model_config.vocab_size)
             await self.verb("save", {"owner": session, "name": rid, "rid": rid})
             return {**found, "state": self.snapshots / rid}
         finally:
@@ -108,14 +108,17 @@ def announce(folder: Path, orders: Path) -> None:
     os.environ[ENV_ORDERS] = str(orders)
 
 
-def scores(meta: dict[str, Any], tokens: Sequence[int]) -> dict[str, Any]:
+def scores(meta: dict[str, Any], tokens: Sequence[int], vocabulary: int) -> dict[str, Any]:
     """Log-probability of each scored token, and the most probable ones with theirs.
 
-    Raises RuntimeError when the engine scored other tokens.
+    Among tokens of the prompt SGLang scores the last one of the vocabulary as itself, but names it
+    0 (`logprob_result_processor.py`). Raises RuntimeError when the engine scored other tokens.
     """
+    read = len(meta["input_token_logprobs"]) - 1
+    names = [0 if n < read and t == vocabulary - 1 else t for n, t in enumerate(tokens)]
     rows = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]
     tops = [*meta["input_top_logprobs"][1:], *meta["output_top_logprobs"]]
-    if [row[1] for row in rows] != list(tokens) or len(tops) != len(rows):
+    if [row[1] for row in rows] != names or len(tops) != len(rows):
         raise RuntimeError(f"{len(rows)} scores and {len(tops)} tops of {len(tokens)} tokens")
     return {
         "logprobs": [row[0] for row in rows],

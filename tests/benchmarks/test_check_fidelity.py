@@ -97,10 +97,25 @@ def test_scores() -> None:
         "input_top_logprobs": [None, [[-1.0, 5, None]]],
         "output_top_logprobs": [[[-0.5, 7, None]]],
     }
-    found = scores(meta, [5, 6])
+    found = scores(meta, [5, 6], 9)
     assert found == {"logprobs": [-1.0, -2.0], "top": [[[5, -1.0]], [[7, -0.5]]]}
     with pytest.raises(RuntimeError, match="2 scores"):
-        scores(meta, [4, 5])
+        scores(meta, [4, 5], 9)
+
+
+def test_scores_of_the_last_token() -> None:
+    """Guards: a run that stops at a token which SGLang scores right and names wrongly."""
+    scores = load("fidelity_worker").scores
+    meta = {
+        "input_token_logprobs": [[None, 4, None], [-1.0, 0, None]],
+        "output_token_logprobs": [[-2.0, 8, None]],
+        "input_top_logprobs": [None, [[-1.0, 8, None]]],
+        "output_top_logprobs": [[[-2.0, 8, None]]],
+    }
+    assert scores(meta, [8, 8], 9)["logprobs"] == [-1.0, -2.0]
+    for tokens, vocabulary in (([8, 8], 10), ([7, 8], 9), ([8, 0], 9)):
+        with pytest.raises(RuntimeError, match="2 scores"):
+            scores(meta, tokens, vocabulary)
 
 
 def test_change_of_weights(tmp_path: Path) -> None:
