@@ -40,6 +40,10 @@ class FidelityJob:
     top: int  # most probable tokens to report
     rules: list[str | None]  # one batch for each: the rule that is broken in it
 
+    def saved(self) -> int:
+        """Snapshots that the engine is asked for: one of each owner in each run."""
+        return self.compared + len(self.rules) * len(self.tokens)
+
 
 class Fidelity(Bench):
     """An engine that is made to say given tokens."""
@@ -51,6 +55,7 @@ class Fidelity(Bench):
         write_orders(self.orders, None, {})
         announce(folder / "plugin", self.orders)
         state = {**job.state, "ttt_snapshot_dir": str(self.snapshots)}
+        state["ttt_max_snapshots"] = job.saved()
         super().__init__(Job(job.model, job.options, state, True, [], 0, 1, []))
         self.asked = job
 

@@ -103,6 +103,25 @@ def test_scores() -> None:
         scores(meta, [4, 5], 9)
 
 
+def test_room_for_snapshots() -> None:
+    """Guards: a run of all rules that ends at the server's default limit of 64 snapshots."""
+    check, hooks = load("check_fidelity"), load("fidelity_hooks")
+    rules = [None, *hooks.RULES]
+    owners, compared = check.FULL["owners"], len(check.FULL["prompts"])
+    job = load("fidelity_worker").FidelityJob(
+        model="",
+        options={},
+        state={},
+        tokens=[[1]] * owners,
+        prompts=[1] * owners,
+        read=[1] * owners,
+        compared=compared,
+        top=1,
+        rules=rules,
+    )
+    assert job.saved() == compared + owners * len(rules) > 64
+
+
 def test_scores_of_the_last_token() -> None:
     """Guards: a run that stops at a token which SGLang scores right and names wrongly."""
     scores = load("fidelity_worker").scores
