@@ -54,8 +54,8 @@ class Fidelity(Bench):
         self.snapshots.mkdir()
         write_orders(self.orders, None, {})
         announce(folder / "plugin", self.orders)
-        state = {**job.state, "ttt_snapshot_dir": str(self.snapshots)}
-        state["ttt_max_snapshots"] = job.saved()
+        folders = {"ttt_snapshot_dir": str(self.snapshots), "ttt_max_snapshots": job.saved()}
+        state = {**job.state, **folders}
         super().__init__(Job(job.model, job.options, state, True, [], 0, 1, []))
         self.asked = job
 

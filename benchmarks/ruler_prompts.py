@@ -45,6 +45,10 @@ class Job:
         asked = {name: getattr(self, name) for name in ("samples", "ways", "concurrency", "seed")}
         return {"model": Path(self.tokenizer).name, **asked}
 
+    def asked(self) -> list[tuple[str, int]]:
+        """(task, length) of every run, length by length."""
+        return [(name, length) for length in self.lengths for name in self.tasks]
+
     def concurrent(self, way: str) -> int:
         """Requests at a time."""
         return 1 if way == "serial" else self.concurrency
@@ -148,12 +152,11 @@ def prepare(job: Job, without: Container[tuple[str, int]] = ()) -> list[Prompts]
 
     Raises Refused when one would be cut, or has too few documents.
     """
-    from transformers import AutoTokenizer
-
-    asked = [(name, length) for length in job.lengths for name in job.tasks]
-    left = [one for one in asked if one not in without]
+    left = [one for one in job.asked() if one not in without]
     if not left:
         return []
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
     found = []
     with files_only(Path(job.data) if job.data else None):

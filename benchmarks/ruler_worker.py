@@ -193,12 +193,11 @@ def work(job: Job) -> dict[str, Any]:
         run = {"task": each.name, "length": each.length, "generate": each.generate, "ways": ways}
         keep(job, run)
         runs[each.name, each.length] = run
-    asked = [(name, length) for length in job.lengths for name in job.tasks]
     return {
         "harness": version("lm_eval"),
         "info": info(job.url),
-        "kept": sum(one in before for one in asked),
-        "runs": [runs[one] for one in asked],
+        "kept": sum(one in before for one in job.asked()),
+        "runs": [runs[one] for one in job.asked()],
     }
 
 

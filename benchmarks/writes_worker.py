@@ -71,11 +71,11 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     transport = EngineTransport(job["model"], skip_tokenizer_init=True, **job["options"])
     before = transport.info()["counters"]
+    groups, after = writes(transport, job["groups"], job["repeats"]), transport.info()
     result = {
-        "groups": writes(transport, job["groups"], job["repeats"]),
-        "pools": transport.info()["pools"],
-        "commits": transport.info()["counters"]["commits"] - before["commits"],
-        "updates": transport.info()["counters"]["updates"] - before["updates"],
+        "groups": groups,
+        "pools": after["pools"],
+        **{name: after["counters"][name] - before[name] for name in ("commits", "updates")},
     }
     Path(sys.argv[2]).write_text(json.dumps(result), encoding="utf-8")
     transport.close()

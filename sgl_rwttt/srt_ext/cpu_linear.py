@@ -57,7 +57,7 @@ _METHODS: dict[type, type] = {
 
 
 def use_few_rows(model: Any) -> int:
-    """Give every plain float32 weight on the CPU the methods above; how many have them now.
+    """Give every plain float32 weight on the CPU the methods above; how many got one.
 
     Layers with a quantized, packed or other method, and other dtypes, are left as they are.
     """
