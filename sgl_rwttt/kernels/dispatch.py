@@ -2,7 +2,8 @@
 
 CUDA tensors go to Triton, all others to torch. With TRITON_INTERPRET=1 in the environment, set
 before Triton is imported, everything goes to Triton, whose interpreter then runs the kernels on
-the CPU. Attention is the exception: it exists for the CPU alone, in torch.
+the CPU. The exception is what exists for the CPU alone: prefill attention, in torch, and what a
+decode step needs, in torch and, for float32, compiled (`compiled`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 # operation -> its folder, which holds naive.py, torch_impl.py and triton_impl.py
@@ -19,14 +21,13 @@ _FOLDERS: dict[str, str] = {
     "boundary_update": "boundary_update",
     "checkpoint_read": "checkpoint",
     "checkpoint_write": "checkpoint",
-    "decode_attention": "decode_attention",
     "dense_update": "dense_update",
     "extend_attention": "extend_attention",
     "lora_apply": "lora_apply",
     "selective_commit": "selective_commit",
     "tail_append": "tail_append",
 }
-_TORCH_ONLY = frozenset({"decode_attention", "extend_attention"})
+_TORCH_ONLY = frozenset({"extend_attention"})
 
 
 def kernel(operation: str, device_type: str = "cpu") -> Callable[..., Any]:
@@ -48,6 +49,18 @@ def implementation(device_type: str) -> str:
     """The rule: "triton" or "torch"."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return "triton" if device_type == "cuda" or interpreted else "torch"
+
+
+@cache
+def compiled(folder: str) -> ModuleType | None:
+    """``jit_impl`` of a folder, for float32 on the CPU; None where its kernels cannot run.
+
+    Where torch is not one of its wheels for Linux, or Numba compiles nothing
+    (NUMBA_DISABLE_JIT=1), ``torch_impl`` of the same folder does.
+    """
+    from sgl_rwttt.kernels.jit import is_available
+
+    return import_module(f"sgl_rwttt.kernels.{folder}.jit_impl") if is_available() else None
 
 
 @cache

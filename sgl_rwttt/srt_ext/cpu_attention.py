@@ -12,7 +12,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_rwttt.kernels import kernel
 from sgl_rwttt.kernels.attention import Scratch, as_run
-from sgl_rwttt.kernels.decode_attention.plan import DecodePlan, plan_decode
+from sgl_rwttt.kernels.decode_attention import decode_attention
 
 
 class ExtendRow(NamedTuple):
@@ -41,8 +41,8 @@ class CPUAttnBackend(TorchNativeAttnBackend):
         )
         self._scratch = Scratch()
         self._batch: Any = None  # the batch that the plan is for
-        self._plan: DecodePlan | list[ExtendRow] | None = None  # None: stock
-        self._decode = kernel("decode_attention", "cpu")
+        self._plan: Any = None  # of decode, or [ExtendRow]; None: stock
+        self._decode = decode_attention(pool.dtype, self._scratch)
         self._extend = kernel("extend_attention", "cpu")
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -57,14 +57,14 @@ class CPUAttnBackend(TorchNativeAttnBackend):
         plan = self._plan_for(forward_batch)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         if not (
-            isinstance(plan, DecodePlan)
+            isinstance(plan, self._decode.plan_type)
             and plan.rows == query.shape[0]
             and self._is_served(layer, query)
         ):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
         self._save(k, v, layer, forward_batch, save_kv_cache)
         keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-        out = self._decode(query, keys, values, plan, layer.scaling, self._scratch)
+        out = self._decode.run(query, keys, values, plan, layer.scaling)
         return out.view(query.shape[0], -1)
 
     def forward_extend(
@@ -107,12 +107,12 @@ class CPUAttnBackend(TorchNativeAttnBackend):
             and query.dtype == self.token_to_kv_pool.dtype
         )
 
-    def _plan_for(self, forward_batch: Any) -> DecodePlan | list[ExtendRow] | None:
+    def _plan_for(self, forward_batch: Any) -> Any:
         if forward_batch is not self._batch:  # a part of the planned batch, or another one
             self._batch, self._plan = forward_batch, self._make_plan(forward_batch)
         return self._plan
 
-    def _make_plan(self, batch: Any) -> DecodePlan | list[ExtendRow] | None:
+    def _make_plan(self, batch: Any) -> Any:
         if not self._is_plain or batch.encoder_lens is not None or batch.spec_info is not None:
             return None
         if batch.forward_mode.is_decode():
@@ -121,12 +121,13 @@ class CPUAttnBackend(TorchNativeAttnBackend):
             return self._extend_plan(batch)
         return None
 
-    def _decode_plan(self, batch: Any) -> DecodePlan:
+    def _decode_plan(self, batch: Any) -> Any:
         pool = self.token_to_kv_pool
         lengths = (batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu).tolist()
         table = self.req_to_token_pool.req_to_token
         slots = table[batch.req_pool_indices, : max(lengths, default=0)].long()
-        return plan_decode(slots, lengths, (pool.row_dim + pool.v_row_dim) * pool.dtype.itemsize)
+        row_bytes = (pool.row_dim + pool.v_row_dim) * pool.dtype.itemsize
+        return self._decode.plan(slots, lengths, row_bytes)
 
     def _extend_plan(self, batch: Any) -> list[ExtendRow]:
         table = self.req_to_token_pool.req_to_token

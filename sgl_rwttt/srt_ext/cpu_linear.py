@@ -1,9 +1,4 @@
-"""Linear layers of a decode step on the CPU: products of few rows.
-
-y = x W^T of few rows is computed as (W x^T)^T, with the weight as the tall left factor. The BLAS
-library in torch then reads a weight for 2 to 4 rows nearly as fast as for one, and shares the work
-of up to 64 rows better among threads; as x W^T, two rows take twice as long as one.
-"""
+"""Linear layers of a decode step on the CPU: products of few rows (`kernels/few_rows`)."""
 
 from __future__ import annotations
 
@@ -16,13 +11,13 @@ from sglang.srt.layers.quantization.unquant import (
 )
 from torch import Tensor, nn
 
-MOST_ROWS = 64  # with several threads; beyond, both forms take the same time
-MOST_ROWS_ALONE = 4  # with one thread
+from sgl_rwttt.kernels.dispatch import compiled
+from sgl_rwttt.kernels.few_rows import torch_impl
 
-
-def is_few(rows: int) -> bool:
-    """Whether so many rows are multiplied faster this way; one row is a product of its own kind."""
-    return 1 < rows <= (MOST_ROWS if torch.get_num_threads() > 1 else MOST_ROWS_ALONE)
+# up to how many rows a form is as fast as torch's own product or faster
+MOST_COMPILED = 32
+MOST_TRANSPOSED = 64  # with several threads
+MOST_TRANSPOSED_ALONE = 4  # with one
 
 
 def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -30,10 +25,22 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
 
     Equal to torch.nn.functional.linear up to the order of summation.
     """
-    if x.dim() != 2 or not is_few(x.shape[0]):
+    product = _product_of(x, weight)
+    if product is None:
         return nn.functional.linear(x, weight, bias)
-    product = torch.mm(weight, x.t()).t().contiguous()
     return product if bias is None else product.add_(bias)
+
+
+def _product_of(x: Tensor, weight: Tensor) -> Tensor | None:
+    if x.dim() != 2 or not x.shape[0]:
+        return None
+    rows = x.shape[0]
+    jit = compiled("few_rows")
+    if jit is not None and rows <= MOST_COMPILED and weight.is_contiguous():
+        product: Tensor = jit.few_rows(x, weight)
+        return product
+    most = MOST_TRANSPOSED if torch.get_num_threads() > 1 else MOST_TRANSPOSED_ALONE
+    return torch_impl.few_rows(x, weight) if 1 < rows <= most else None
 
 
 class FewRowsLinearMethod(UnquantizedLinearMethod):
@@ -62,6 +69,8 @@ def use_few_rows(model: Any) -> int:
     Layers with a quantized, packed or other method, and other dtypes, are left as they are.
     """
     found = 0
+    if (jit := compiled("few_rows")) is not None:
+        jit.kernel.compile()
     for module in model.modules():
         method = _METHODS.get(type(getattr(module, "quant_method", None)))
         weight = getattr(module, "weight", None)

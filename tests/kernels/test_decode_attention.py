@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ from torch import Tensor
 
 from sgl_rwttt.kernels import kernel
 from sgl_rwttt.kernels.attention import Scratch, as_run
-from sgl_rwttt.kernels.decode_attention import naive, plan
+from sgl_rwttt.kernels.decode_attention import decode_attention, naive, plan
+from sgl_rwttt.kernels.decode_attention.jit_impl import JitDecodeAttention
+from sgl_rwttt.kernels.decode_attention.jit_plan import TaskPlan, plan_tasks
 from sgl_rwttt.kernels.decode_attention.plan import DecodePlan, OwnRead, plan_decode
+from sgl_rwttt.kernels.decode_attention.torch_impl import TorchDecodeAttention
 from sgl_rwttt.kernels.extend_attention import naive as naive_extend
 from tests.assert_close import assert_close
 
@@ -76,13 +80,38 @@ def check(
     K, V = (pool.to(dtype) for pool in pools(slots, lengths, heads[1], size))
     q = torch.randn(len(lengths), heads[0], size).to(dtype)
     expected = naive.decode_attention(q.double(), K.double(), V.double(), slots, lengths, scale)
-    made = plan_decode(slots, lengths, 2 * heads[1] * size * dtype.itemsize)
-    scratch = Scratch()
+    row_bytes = 2 * heads[1] * size * dtype.itemsize
+    with_torch = TorchDecodeAttention(Scratch())
+    made = with_torch.plan(slots, lengths, row_bytes)
     for _ in range(2):  # the second call finds the scratch of the first
-        out = kernel("decode_attention")(q, K, V, made, scale, scratch)
+        out = with_torch.run(q, K, V, made, scale)
         assert out.dtype == dtype
         assert_close(out, expected, TOLERANCE[dtype])
+    if dtype == torch.float32:
+        for parts in (1, 2, 5):
+            tasks = plan_tasks(slots, lengths, row_bytes, parts)
+            assert_close(JitDecodeAttention().run(q, K, V, tasks, scale), expected, 1e-6)
+            check_tasks(tasks, lengths)
     return made
+
+
+def check_tasks(made: TaskPlan, lengths: Sequence[int]) -> None:
+    """Every row's slots are read once, in equal parts up to the rows of one slot."""
+    read: list[list[int]] = [[] for _ in lengths]
+    done = [0]
+    for first, count, partial, rows in made.tasks.tolist():
+        for row in made.owners[partial : partial + rows].tolist():
+            read[row].extend(made.slots.view(-1)[first : first + count].tolist())
+        done.append(done[-1] + count * rows)
+    for row, length in enumerate(lengths):
+        assert sorted(read[row]) == sorted(made.slots[row, :length].tolist())
+        own = made.order[made.firsts[row] : made.firsts[row + 1]]
+        assert (made.owners[own] == row).all()
+    assert made.firsts[-1] == len(made.owners) == len(made.order.unique())
+    bounds = made.bounds.tolist()
+    assert bounds[0] == 0 and bounds[-1] == len(made.tasks) and bounds == sorted(bounds)
+    for begin, end in pairwise(bounds):
+        assert done[end] - done[begin] <= done[-1] / made.parts + len(lengths)
 
 
 @pytest.fixture
@@ -198,6 +227,57 @@ def test_random_steps(eager: None) -> None:
                 count = min(count, lengths[from_row], lengths[row])
                 slots[row, :count] = slots[from_row, :count]
         check(slots, lengths, size=8)
+
+
+def test_which_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: bfloat16 read as float32, or a platform without the compiled one that cannot run."""
+    assert isinstance(decode_attention(torch.float32, Scratch()), JitDecodeAttention)
+    assert isinstance(decode_attention(torch.bfloat16, Scratch()), TorchDecodeAttention)
+    monkeypatch.setattr("sgl_rwttt.kernels.decode_attention.compiled", lambda folder: None)
+    assert isinstance(decode_attention(torch.float32, Scratch()), TorchDecodeAttention)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: a part that no thread takes, two threads with one scratch."""
+    torch.manual_seed(0)
+    lengths = [300, 7, 150, 41, 200]
+    slots = table_of("interleaved", lengths)
+    K, V = pools(slots, lengths, 3, 64)
+    q = torch.randn(5, 9, 64)
+    expected = naive.decode_attention(q.double(), K.double(), V.double(), slots, lengths, 0.125)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for _ in range(20):
+        for parts in (1, 2, 3):
+            out = JitDecodeAttention().run(q, K, V, plan_tasks(slots, lengths, 1536, parts), 0.125)
+            assert_close(out, expected, 1e-6)
+
+
+@pytest.mark.parametrize("poison", ["query", "key", "value"])
+def test_poison_stays_with_its_row(poison: str) -> None:
+    """Guards: NaN of one stream that reaches its neighbour, or that its own output hides."""
+    torch.manual_seed(0)
+    slots, lengths = table_of("interleaved", [70, 70, 70]), [70, 70, 70]
+    K, V = pools(slots, lengths, 3, 64)
+    q = torch.randn(3, 9, 64)
+    {"query": q[1], "key": K[slots[1]], "value": V[slots[1]]}[poison].fill_(torch.nan)
+    if poison != "query":
+        {"key": K, "value": V}[poison][slots[1, 40]] = torch.nan
+    out = JitDecodeAttention().run(q, K, V, plan_tasks(slots, lengths, 1536, 2), 0.125)
+    assert out.isnan().flatten(1).any(1).tolist() == [False, True, False]
+    assert out[1].isnan().all()
+
+
+@pytest.mark.parametrize("spread", [1e-3, 30.0, 300.0])
+def test_scores_of_any_size(spread: float) -> None:
+    """Guards: an exponential that overflows, or is exact only near zero."""
+    torch.manual_seed(0)
+    slots, lengths = table_of("scattered", [300, 41]), [300, 41]
+    K, V = pools(slots, lengths, 3, 64)
+    q = spread * torch.randn(2, 9, 64)
+    expected = naive.decode_attention(q.double(), K.double(), V.double(), slots, lengths, 0.125)
+    out = JitDecodeAttention().run(q, K, V, plan_tasks(slots, lengths, 1536, 2), 0.125)
+    assert_close(out, expected, 1e-6 * max(1.0, spread))
 
 
 def test_consecutive_slots_are_a_slice() -> None:

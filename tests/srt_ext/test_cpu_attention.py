@@ -116,11 +116,13 @@ def batch_of(rig: Rig, prefixes: dict[int, int], counts: dict[int, int] | None) 
 def is_ours(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Records which kernels run."""
     ran: list[str] = []
-    for name in ("_decode", "_extend"):
-        run = getattr(rig.ours, name)
-        monkeypatch.setattr(
-            rig.ours, name, lambda *args, run=run, name=name: (ran.append(name), run(*args))[1]
-        )
+
+    def record(owner: Any, attribute: str, name: str) -> None:
+        run = getattr(owner, attribute)
+        monkeypatch.setattr(owner, attribute, lambda *args: (ran.append(name), run(*args))[1])
+
+    record(rig.ours._decode, "run", "_decode")
+    record(rig.ours, "_extend", "_extend")
     return ran
 
 

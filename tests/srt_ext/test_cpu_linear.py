@@ -25,20 +25,48 @@ def cpu_linear() -> Any:
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """What torch says of its threads; how many rows are few depends on it."""
+    """What torch says of its threads; which form a product has depends on it."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
     return int(request.param)
 
 
-def test_how_many_are_few(cpu_linear: Any, threads: int) -> None:
-    """Guards: eight rows of one thread, which take longer the other way round."""
-    few = [rows for rows in range(100) if cpu_linear.is_few(rows)]
-    assert few == list(range(2, 5 if threads == 1 else 65))
+@pytest.fixture(params=[True, False], ids=["compiled", "torch"])
+def with_jit(request: pytest.FixtureRequest, cpu_linear: Any, monkeypatch: Any) -> bool:
+    """Whether compiled kernels run on this platform."""
+    if not request.param:
+        monkeypatch.setattr(cpu_linear, "compiled", lambda folder: None)
+    return bool(request.param)
+
+
+def test_which_form(
+    cpu_linear: Any, threads: int, with_jit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards: a number of rows with a form that is slower for it than torch's own product."""
+    from sgl_rwttt.kernels.few_rows import jit_impl, torch_impl
+
+    asked: list[str] = []
+
+    def form(name: str, module: Any) -> None:
+        original = module.few_rows
+        monkeypatch.setattr(module, "few_rows", lambda *a: (asked.append(name), original(*a))[1])
+
+    form("compiled", jit_impl)
+    form("transposed", torch_impl)
+    found: dict[int, str] = {}
+    for rows in range(100):
+        asked.clear()
+        cpu_linear.few_rows_linear(torch.randn(rows, 8), torch.randn(8, 8))
+        found[rows] = asked[0] if asked else "plain"
+    most = 4 if threads == 1 else 64
+    expected = {rows: "transposed" if 1 < rows <= most else "plain" for rows in range(100)}
+    if with_jit:
+        expected |= dict.fromkeys(range(1, 33), "compiled")
+    assert found == expected
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 17, 64, 65])
-def test_product(cpu_linear: Any, threads: int, rows: int, bias: bool) -> None:
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 7, 8, 9, 12, 17, 32, 33, 64, 65])
+def test_product(cpu_linear: Any, threads: int, with_jit: bool, rows: int, bias: bool) -> None:
     """Guards: a product that is transposed, not contiguous, or reads rows that are not there."""
     torch.manual_seed(rows)
     stored = torch.full((rows + 1, 24), torch.nan)  # the row past the end is poison
@@ -48,6 +76,20 @@ def test_product(cpu_linear: Any, threads: int, rows: int, bias: bool) -> None:
     out = cpu_linear.few_rows_linear(x, weight, shift)
     assert out.is_contiguous() and out.dtype == torch.float32
     assert_close(out, expected, 1e-6)
+
+
+@pytest.mark.parametrize("outputs", [1, 7, 31, 33, 100])
+@pytest.mark.parametrize("width", [1, 7, 8, 63, 129, 576])
+@pytest.mark.parametrize("rows", [1, 3, 8, 13])
+def test_odd_shapes(cpu_linear: Any, outputs: int, width: int, rows: int) -> None:
+    """Guards: a rest of a block, or of a vector, that is left out."""
+    torch.manual_seed(rows)
+    weight = torch.full((outputs + 1, width), torch.nan)[:outputs].copy_(
+        torch.randn(outputs, width)
+    )
+    x = torch.randn(rows, width)
+    out = cpu_linear.few_rows_linear(x, weight)
+    assert_close(out, x.double() @ weight.double().T, 1e-6)
 
 
 def test_rows_do_not_meet(cpu_linear: Any) -> None:
@@ -61,9 +103,11 @@ def test_rows_do_not_meet(cpu_linear: Any) -> None:
 def test_other_shapes_are_left_to_torch(cpu_linear: Any) -> None:
     """Guards: a batch of sequences, or a column view, that is misread."""
     weight = torch.randn(40, 24)
-    for x in (torch.randn(2, 3, 24), torch.randn(24, 4).T, torch.randn(24)):
-        expected = x.double() @ weight.double().T
-        assert_close(cpu_linear.few_rows_linear(x, weight), expected, 1e-6)
+    strided = torch.randn(40, 48)[:, ::2]
+    for x in (torch.randn(2, 3, 24), torch.randn(24, 4).T, torch.randn(24), torch.randn(3, 24)):
+        for w in (weight, torch.randn(24, 40).T, strided):
+            expected = x.double() @ w.double().T
+            assert_close(cpu_linear.few_rows_linear(x, w), expected, 1e-6)
 
 
 def layer(method: Any, dtype: torch.dtype = torch.float32, **more: Any) -> nn.Module:

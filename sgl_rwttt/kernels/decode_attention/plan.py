@@ -58,7 +58,7 @@ def plan_decode(slots: Tensor, lengths: Sequence[int], row_bytes: int) -> Decode
     """
     starts = [0] * len(lengths)
     shared = []
-    for members, count in _shared_prefixes(slots, lengths, row_bytes):
+    for members, count in shared_prefixes(slots, lengths, row_bytes):
         shared.append(SharedRead(torch.tensor(members), as_run(slots[members[0], :count])))
         for row in members:
             starts[row] = count
@@ -67,7 +67,7 @@ def plan_decode(slots: Tensor, lengths: Sequence[int], row_bytes: int) -> Decode
     return DecodePlan(len(lengths), groups, tuple(shared))
 
 
-def _shared_prefixes(
+def shared_prefixes(
     slots: Tensor, lengths: Sequence[int], row_bytes: int
 ) -> Iterator[tuple[list[int], int]]:
     """Rows that begin with the same slots, and how many of them all of these rows share."""

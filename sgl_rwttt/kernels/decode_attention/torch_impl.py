@@ -2,36 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from sgl_rwttt.kernels.attention import Scratch, attend, merge
-from sgl_rwttt.kernels.decode_attention.plan import DecodePlan, OwnRead, SharedRead
+from sgl_rwttt.kernels.decode_attention.plan import (
+    DecodePlan,
+    OwnRead,
+    SharedRead,
+    plan_decode,
+)
 
 
-def decode_attention(
-    q: Tensor, K: Tensor, V: Tensor, plan: DecodePlan, scale: float, scratch: Scratch
-) -> Tensor:
-    """Return [rows, Hq, D]: each row of q [rows, Hq, D] attends to the slots that ``plan`` names.
+class TorchDecodeAttention:
+    """See ``DecodeAttention``; any floating dtype. Gathers into ``scratch``."""
 
-    K and V are pools [slots, Hk, D] in q's dtype, contiguous; Hk divides Hq, and query heads
-    ``h * Hq / Hk`` and following use KV head h. Only slots named in the plan are read, so free
-    slots may hold anything. A row without slots gives zeros. Modifies only ``scratch``.
-    """
-    grouped = q.view(q.shape[0], K.shape[1], -1, q.shape[2])
-    out = torch.zeros_like(grouped)
-    lse = torch.empty(grouped.shape[:3]) if plan.shared else None
-    for own in plan.own:
-        part, part_lse = _own(grouped[own.rows], K, V, own, scale, scratch)
-        out[own.rows] = part
+    plan_type = DecodePlan
+
+    def __init__(self, scratch: Scratch) -> None:
+        self._scratch = scratch
+
+    def plan(self, slots: Tensor, lengths: Sequence[int], row_bytes: int) -> DecodePlan:
+        """See ``DecodeAttention.plan``."""
+        return plan_decode(slots, lengths, row_bytes)
+
+    def run(self, q: Tensor, K: Tensor, V: Tensor, plan: DecodePlan, scale: float) -> Tensor:
+        """See ``DecodeAttention.run``."""
+        grouped = q.view(q.shape[0], K.shape[1], -1, q.shape[2])
+        out = torch.zeros_like(grouped)
+        lse = torch.empty(grouped.shape[:3]) if plan.shared else None
+        for own in plan.own:
+            part, part_lse = _own(grouped[own.rows], K, V, own, scale, self._scratch)
+            out[own.rows] = part
+            if lse is not None:
+                lse[own.rows] = part_lse
         if lse is not None:
-            lse[own.rows] = part_lse
-    if lse is not None:
-        for shared in plan.shared:
-            part, part_lse = _shared(grouped[shared.rows], K, V, shared, scale, scratch)
-            rows = shared.rows
-            out[rows] = merge(out[rows], lse[rows], part, part_lse)
-    return out.view(q.shape)
+            for shared in plan.shared:
+                rows = shared.rows
+                part, part_lse = _shared(grouped[rows], K, V, shared, scale, self._scratch)
+                out[rows] = merge(out[rows], lse[rows], part, part_lse)
+        return out.view(q.shape)
 
 
 def _own(
