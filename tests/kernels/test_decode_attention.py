@@ -90,7 +90,7 @@ def check(
     if dtype == torch.float32:
         for parts in (1, 2, 5):
             tasks = plan_tasks(slots, lengths, row_bytes, parts)
-            assert_close(JitDecodeAttention().run(q, K, V, tasks, scale), expected, 1e-6)
+            assert_close(JitDecodeAttention(Scratch()).run(q, K, V, tasks, scale), expected, 1e-6)
             check_tasks(tasks, lengths)
     return made
 
@@ -103,11 +103,20 @@ def check_tasks(made: TaskPlan, lengths: Sequence[int]) -> None:
         for row in made.owners[partial : partial + rows].tolist():
             read[row].extend(made.slots.view(-1)[first : first + count].tolist())
         done.append(done[-1] + count * rows)
+    for shared in made.shared:
+        for row in shared.rows.tolist():
+            together = (
+                torch.arange(10_000)[shared.slots]
+                if isinstance(shared.slots, slice)
+                else shared.slots
+            )
+            read[row].extend(together.tolist())
     for row, length in enumerate(lengths):
         assert sorted(read[row]) == sorted(made.slots[row, :length].tolist())
         own = made.order[made.firsts[row] : made.firsts[row + 1]]
         assert (made.owners[own] == row).all()
     assert made.firsts[-1] == len(made.owners) == len(made.order.unique())
+    assert made.firsts.diff().min() > 0 or not all(lengths)
     bounds = made.bounds.tolist()
     assert bounds[0] == 0 and bounds[-1] == len(made.tasks) and bounds == sorted(bounds)
     for begin, end in pairwise(bounds):
@@ -237,6 +246,18 @@ def test_which_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(decode_attention(torch.float32, Scratch()), TorchDecodeAttention)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "scattered"])
+@pytest.mark.parametrize("rows, product", [(7, False), (8, True), (17, True)])
+def test_many_siblings(rows: int, product: bool, layout: str, eager: None) -> None:
+    """Guards: what many rows share, and a row of its own beside them, merged wrongly."""
+    lengths = [40 + 3 * (i % 5) for i in range(rows)] + [25]
+    slots = table_of(layout, lengths)
+    slots[1:rows, :30] = slots[0, :30]
+    check(slots, lengths)
+    made = plan_tasks(slots, lengths, 1536, 2)
+    assert [shared.rows.tolist() for shared in made.shared] == ([list(range(rows))] * product)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: a part that no thread takes, two threads with one scratch."""
@@ -249,7 +270,9 @@ def test_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     for _ in range(20):
         for parts in (1, 2, 3):
-            out = JitDecodeAttention().run(q, K, V, plan_tasks(slots, lengths, 1536, parts), 0.125)
+            out = JitDecodeAttention(Scratch()).run(
+                q, K, V, plan_tasks(slots, lengths, 1536, parts), 0.125
+            )
             assert_close(out, expected, 1e-6)
 
 
@@ -263,7 +286,7 @@ def test_poison_stays_with_its_row(poison: str) -> None:
     {"query": q[1], "key": K[slots[1]], "value": V[slots[1]]}[poison].fill_(torch.nan)
     if poison != "query":
         {"key": K, "value": V}[poison][slots[1, 40]] = torch.nan
-    out = JitDecodeAttention().run(q, K, V, plan_tasks(slots, lengths, 1536, 2), 0.125)
+    out = JitDecodeAttention(Scratch()).run(q, K, V, plan_tasks(slots, lengths, 1536, 2), 0.125)
     assert out.isnan().flatten(1).any(1).tolist() == [False, True, False]
     assert out[1].isnan().all()
 
@@ -276,7 +299,7 @@ def test_scores_of_any_size(spread: float) -> None:
     K, V = pools(slots, lengths, 3, 64)
     q = spread * torch.randn(2, 9, 64)
     expected = naive.decode_attention(q.double(), K.double(), V.double(), slots, lengths, 0.125)
-    out = JitDecodeAttention().run(q, K, V, plan_tasks(slots, lengths, 1536, 2), 0.125)
+    out = JitDecodeAttention(Scratch()).run(q, K, V, plan_tasks(slots, lengths, 1536, 2), 0.125)
     assert_close(out, expected, 1e-6 * max(1.0, spread))
 
 

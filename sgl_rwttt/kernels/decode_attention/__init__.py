@@ -40,10 +40,10 @@ class DecodeAttention(Protocol):
 
 
 def decode_attention(dtype: torch.dtype, scratch: Scratch) -> DecodeAttention:
-    """Compiled for float32 where that runs, else with torch, gathering into ``scratch``."""
+    """Compiled for float32 where that runs, else with torch. Gathers go into ``scratch``."""
     module = compiled("decode_attention") if dtype == torch.float32 else None
     if module is not None:
-        made: DecodeAttention = module.JitDecodeAttention()
+        made: DecodeAttention = module.JitDecodeAttention(scratch)
         return made
     from sgl_rwttt.kernels.decode_attention.torch_impl import TorchDecodeAttention
 

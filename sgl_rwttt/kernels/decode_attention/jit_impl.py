@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sgl_rwttt.kernels.attention import Scratch, merge
 from sgl_rwttt.kernels.decode_attention.jit_plan import TaskPlan, plan_tasks
+from sgl_rwttt.kernels.decode_attention.torch_impl import attend_shared
 from sgl_rwttt.kernels.jit import (
     Kernel,
     as_float,
@@ -37,9 +39,10 @@ class JitDecodeAttention:
 
     plan_type = TaskPlan
 
-    def __init__(self) -> None:
+    def __init__(self, scratch: Scratch) -> None:
+        self._scratch = scratch
         attend.compile()
-        merge.compile()
+        combine.compile()
 
     def plan(self, slots: Tensor, lengths: Sequence[int], row_bytes: int) -> TaskPlan:
         """See ``DecodeAttention.plan``; for the threads that torch has now."""
@@ -47,6 +50,7 @@ class JitDecodeAttention:
 
     def run(self, q: Tensor, K: Tensor, V: Tensor, plan: TaskPlan, scale: float) -> Tensor:
         """See ``DecodeAttention.run``."""
+        q = q.contiguous()
         rows, heads, size = q.shape
         parts, partials = plan.parts, plan.owners.shape[0]
         sums, states = torch.empty(partials, heads, size), torch.empty(partials, heads, 2)
@@ -54,13 +58,20 @@ class JitDecodeAttention:
         attend(
             min(parts, torch.get_num_threads()),
             *(plan.slots, plan.tasks, plan.bounds, plan.owners),
-            *(q.contiguous(), K, V, sums, states, scratch),
+            *(q, K, V, sums, states, scratch),
             *(plan.slots.numel(), plan.tasks.shape[0], parts, partials),
             *(rows, heads, size, K.shape[0], K.shape[1]),
             float(scale),
         )
-        out = torch.empty(rows, heads, size)
-        merge(1, plan.order, plan.firsts, sums, states, out, partials, rows, heads, size)
+        out, lse = torch.empty(rows, heads, size), torch.empty(rows, heads)
+        combine(1, *(plan.order, plan.firsts, sums, states, out, lse), partials, rows, heads, size)
+        groups = (rows, K.shape[1], heads // K.shape[1])
+        for shared in plan.shared:
+            rest, rest_lse = out.view(*groups, size), lse.view(*groups)
+            read = shared.rows
+            queries = q.view(*groups, size)[read]
+            part, part_lse = attend_shared(queries, K, V, shared, scale, self._scratch)
+            rest[read] = merge(rest[read], rest_lse[read], part, part_lse)
         return out
 
 
@@ -173,14 +184,14 @@ def _values(weights, V, slots, out):
         s += 1
 
 
-def _merge(pointer):
-    """The output of each row from its partial results; zeros where it has none."""
-    arguments = numbers(pointer, 9)
-    order, firsts, sums, states, out = arguments[:5]
-    partials, rows, heads, size = arguments[5:]
+def _combine(pointer):
+    """The output of each row and its log-sum-exp; zeros and -inf where it has no partial result."""
+    arguments = numbers(pointer, 10)
+    order, firsts, sums, states, out, lse = arguments[:6]
+    partials, rows, heads, size = arguments[6:]
     order, firsts = integers(order, (partials,)), integers(firsts, (rows + 1,))
     sums, states = floats(sums, (partials, heads, size)), floats(states, (partials, heads, 2))
-    out = floats(out, (rows, heads, size))
+    out, lse = floats(out, (rows, heads, size)), floats(lse, (rows, heads))
     number, threads = thread()
     for row in range(number, rows, threads):
         first, last = firsts[row], firsts[row + 1]
@@ -195,9 +206,10 @@ def _merge(pointer):
                 total += share * states[order[i], head, 1]
                 for d in range(size):
                     out[row, head, d] += share * sums[order[i], head, d]
+            lse[row, head] = top + np.log(total)
             if last > first:
                 for d in range(size):
                     out[row, head, d] /= total
 
 
-attend, merge = Kernel(_attend), Kernel(_merge)
+attend, combine = Kernel(_attend), Kernel(_combine)

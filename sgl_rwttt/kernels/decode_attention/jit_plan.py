@@ -1,18 +1,22 @@
 """Which thread reads which KV slots for which rows in a decode step, decided once for all layers.
 
-All reads of a step are laid end to end and cut into as many equal parts as there are threads.
+What many rows read together is a matrix product. All other reads of a step are laid end to end and
+cut into as many equal parts as there are threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from sgl_rwttt.kernels.decode_attention.plan import shared_prefixes
+from sgl_rwttt.kernels.attention import as_run
+from sgl_rwttt.kernels.decode_attention.plan import SharedRead, shared_prefixes
+
+MANY = 8  # rows for which a product is faster than reading the cache once for each of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,7 @@ class TaskPlan:
     owners: Tensor  # [partials]: the row of each partial result
     order: Tensor  # [partials]: partial results, by row
     firsts: Tensor  # [rows + 1]: row r has those from order[firsts[r]] to order[firsts[r + 1]]
+    shared: tuple[SharedRead, ...]  # in no task; every row of one has a task as well
 
     @property
     def rows(self) -> int:
@@ -43,7 +48,7 @@ class TaskPlan:
 def plan_tasks(slots: Tensor, lengths: Sequence[int], row_bytes: int, parts: int) -> TaskPlan:
     """Plan a step as ``DecodeAttention.plan`` says, in ``parts`` parts."""
     slots = slots.contiguous()
-    reads = list(_reads(slots, lengths, row_bytes))
+    reads, shared = _reads(slots, lengths, row_bytes)
     total = sum(count * len(rows) for _, count, rows in reads)
     tasks: list[tuple[int, int, int, int]] = []
     owners: list[int] = []
@@ -71,19 +76,27 @@ def plan_tasks(slots: Tensor, lengths: Sequence[int], row_bytes: int, parts: int
         torch.tensor(owners, dtype=torch.int64),
         torch.tensor(sorted(range(len(owners)), key=owners.__getitem__), dtype=torch.int64),
         torch.tensor(list(accumulate(counts))),
+        tuple(shared),
     )
 
 
 def _reads(
     slots: Tensor, lengths: Sequence[int], row_bytes: int
-) -> Iterator[tuple[int, int, list[int]]]:
-    """(first of slots.view(-1), how many, the rows that read them)."""
+) -> tuple[list[tuple[int, int, list[int]]], list[SharedRead]]:
+    """(first of slots.view(-1), how many, the rows that read them), and what many rows read."""
     width = slots.shape[1]
     starts = [0] * len(lengths)
+    reads: list[tuple[int, int, list[int]]] = []
+    products: list[SharedRead] = []
     for members, count in shared_prefixes(slots, lengths, row_bytes):
-        yield members[0] * width, count, members
+        if len(members) >= MANY:
+            run = as_run(slots[members[0], :count])
+            products.append(SharedRead(torch.tensor(members), run))
+        else:
+            reads.append((members[0] * width, count, members))
         for row in members:
             starts[row] = count
     for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         if length > start:
-            yield row * width + start, length - start, [row]
+            reads.append((row * width + start, length - start, [row]))
+    return reads, products

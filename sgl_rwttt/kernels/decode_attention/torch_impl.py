@@ -41,7 +41,7 @@ class TorchDecodeAttention:
         if lse is not None:
             for shared in plan.shared:
                 rows = shared.rows
-                part, part_lse = _shared(grouped[rows], K, V, shared, scale, self._scratch)
+                part, part_lse = attend_shared(grouped[rows], K, V, shared, scale, self._scratch)
                 out[rows] = merge(out[rows], lse[rows], part, part_lse)
         return out.view(q.shape)
 
@@ -55,10 +55,13 @@ def _own(
     return attend(q, k.transpose(1, 2), v.transpose(1, 2), scale, mask=read.mask)
 
 
-def _shared(
+def attend_shared(
     q: Tensor, K: Tensor, V: Tensor, read: SharedRead, scale: float, scratch: Scratch
 ) -> tuple[Tensor, Tensor]:
-    """All rows' heads of a group are the rows of one product."""
+    """Attention of q [rows, Hk, Hq / Hk, D] to the same slots, and its log-sum-exp.
+
+    All rows' heads of a group are the rows of one product.
+    """
     rows, heads, group, size = q.shape
     k, v = scratch.read(0, K, read.slots), scratch.read(1, V, read.slots)
     stacked = q.transpose(0, 1).reshape(1, heads, rows * group, size)
