@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgl_rwttt.kernels.attention import Scratch, merge
+from sgl_rwttt.kernels.attention import Scratch
 from sgl_rwttt.kernels.decode_attention.jit_plan import TaskPlan, plan_tasks
-from sgl_rwttt.kernels.decode_attention.torch_impl import attend_shared
+from sgl_rwttt.kernels.decode_attention.torch_impl import add_shared
 from sgl_rwttt.kernels.jit import (
     Kernel,
     as_float,
@@ -65,13 +65,10 @@ class JitDecodeAttention:
         )
         out, lse = torch.empty(rows, heads, size), torch.empty(rows, heads)
         combine(1, *(plan.order, plan.firsts, sums, states, out, lse), partials, rows, heads, size)
-        groups = (rows, K.shape[1], heads // K.shape[1])
-        for shared in plan.shared:
-            rest, rest_lse = out.view(*groups, size), lse.view(*groups)
-            read = shared.rows
-            queries = q.view(*groups, size)[read]
-            part, part_lse = attend_shared(queries, K, V, shared, scale, self._scratch)
-            rest[read] = merge(rest[read], rest_lse[read], part, part_lse)
+        if plan.shared:
+            groups = (rows, K.shape[1], heads // K.shape[1])
+            grouped, whole = q.view(*groups, size), out.view(*groups, size)
+            add_shared(plan.shared, grouped, whole, lse.view(groups), K, V, scale, self._scratch)
         return out
 
 

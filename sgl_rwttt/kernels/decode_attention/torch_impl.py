@@ -39,10 +39,7 @@ class TorchDecodeAttention:
             if lse is not None:
                 lse[own.rows] = part_lse
         if lse is not None:
-            for shared in plan.shared:
-                rows = shared.rows
-                part, part_lse = attend_shared(grouped[rows], K, V, shared, scale, self._scratch)
-                out[rows] = merge(out[rows], lse[rows], part, part_lse)
+            add_shared(plan.shared, grouped, out, lse, K, V, scale, self._scratch)
         return out.view(q.shape)
 
 
@@ -55,13 +52,30 @@ def _own(
     return attend(q, k.transpose(1, 2), v.transpose(1, 2), scale, mask=read.mask)
 
 
-def attend_shared(
+def add_shared(
+    reads: Sequence[SharedRead],
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    K: Tensor,
+    V: Tensor,
+    scale: float,
+    scratch: Scratch,
+) -> None:
+    """Merge what several rows read together into ``out``, in place.
+
+    q and out are [rows, Hk, Hq / Hk, D]; ``lse`` [rows, Hk, Hq / Hk] is that of what is in out.
+    """
+    for read in reads:
+        rows = read.rows
+        part, part_lse = _shared(q[rows], K, V, read, scale, scratch)
+        out[rows] = merge(out[rows], lse[rows], part, part_lse)
+
+
+def _shared(
     q: Tensor, K: Tensor, V: Tensor, read: SharedRead, scale: float, scratch: Scratch
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q [rows, Hk, Hq / Hk, D] to the same slots, and its log-sum-exp.
-
-    All rows' heads of a group are the rows of one product.
-    """
+    """All rows' heads of a group are the rows of one product."""
     rows, heads, group, size = q.shape
     k, v = scratch.read(0, K, read.slots), scratch.read(1, V, read.slots)
     stacked = q.transpose(0, 1).reshape(1, heads, rows * group, size)
